@@ -1,0 +1,40 @@
+# make demo   fit the embedded digits on the CPU
+# make test   run the whole test suite
+# make check  lint, format and type check
+# Everything is installed into .venv; the versions are those of constraints.txt.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test check clean
+
+demo: .venv/demo
+	$(BIN)/semclust fit digits -k 10 --device cpu
+
+test: .venv/dev
+	$(BIN)/python -m pytest --cov --cov-report=term
+
+check: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+	  { echo "semclust needs Python 3.10 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Say: make PYTHON=python3.12"; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@
+
+.venv/demo: .venv/python pyproject.toml constraints.txt
+	@echo "installing semclust into .venv (PyTorch is large: this can take some minutes)"
+	$(INSTALL) -e .
+	@touch $@
+
+.venv/dev: .venv/python pyproject.toml constraints.txt
+	@echo "installing semclust and its development tools into .venv (PyTorch is large: this can take some minutes)"
+	$(INSTALL) -e ".[dev]"
+	@touch $@ .venv/demo
+
+clean:
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage

@@ -1,0 +1,261 @@
+"""The commands. Only light modules are imported at the top, so that --help answers at once.
+
+semclust fit photos/ -k 20
+semclust fit --resume runs/photos
+semclust predict runs/photos new/
+semclust evaluate runs/photos --labels labels.csv
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes, arg
+
+from semclust import __version__
+from semclust.config import Settings, check, from_json, preset, to_json
+from semclust.errors import InputError, SemclustError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+
+
+@dataclass(kw_only=True)
+class FitSettings(Settings):
+    """Every setting of the method; one that is not given comes from the preset."""
+
+    n_clusters: Annotated[int, arg(aliases=["-k"])] = tyro.MISSING
+    """Number of clusters C."""
+
+
+@dataclass
+class Fit:
+    """Group the images of DATA; results go into a new run folder."""
+
+    data: Annotated[str | None, arg(metavar="[DATA]"), tyro.conf.Positional] = None
+    """A folder of images, a .npz or .npy file, or "digits" (embedded)."""
+    preset: Literal["default", "paper"] = "default"
+    """The settings to start from; other flags change single ones."""
+    labels: Annotated[str | None, arg(metavar="LABELS")] = None
+    """Labels to compare with, for the figures only: a CSV (path,label), a .npy, or "folders"."""
+    out: Path = Path("runs")
+    """Folder in which the run folder is made."""
+    resume: Annotated[Path | None, arg(metavar="RUN")] = None
+    """Go on with this run folder; its own settings hold."""
+    settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
+
+
+@dataclass
+class Predict:
+    """Assign the images of DATA by the model of a run."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A run folder of `semclust fit`, or a model folder."""
+    data: Annotated[str, arg(metavar="DATA"), tyro.conf.Positional]
+    """A folder of images, an image, a .npz or .npy file, or "digits"."""
+    out: Annotated[Path | None, arg(metavar="CSV")] = None
+    """File to write; one that exists is never overwritten. By default DATA-clusters.csv, here."""
+    device: str = "auto"
+    """cpu, cuda, mps; auto: a GPU where there is one."""
+
+
+@dataclass
+class Evaluate:
+    """Compare a run's clusters with labels: ACC, NMI, ARI and the confusion table."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+    labels: Annotated[str | None, arg(metavar="LABELS")] = None
+    """A CSV (columns path,label), a .npy or .npz in the order of assignments.csv, or "folders" (the
+    folder of each image). By default the labels that the data itself holds (digits, a .npz)."""
+
+
+Command = (
+    Annotated[Fit, tyro.conf.subcommand("fit")]
+    | Annotated[Predict, tyro.conf.subcommand("predict")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage) or 130 (interrupted)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        print(f"semclust {__version__}")
+        return
+    command = parse(argv)
+    from rich.console import Console
+
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    try:
+        if isinstance(command, Fit):
+            fit(command, argv, console)
+        elif isinstance(command, Predict):
+            predict(command, console)
+        else:
+            evaluate(command, console)
+    except SemclustError as error:
+        print(f"semclust: {error}", file=sys.stderr)
+        raise SystemExit(1) from None
+
+
+def parse(argv: list[str]) -> Fit | Predict | Evaluate:
+    """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
+    default: Any = tyro.MISSING
+    if argv[:1] == ["fit"]:
+        settings = FitSettings(n_clusters=Settings.n_clusters) if "--resume" in argv else FitSettings()
+        words = [part for word in argv for part in word.split("=", 1)]
+        if ("--preset", "paper") in itertools.pairwise(words):
+            settings = dataclasses.replace(settings, **preset("paper"))
+        default = Fit(settings=settings)
+    return tyro.cli(
+        Command,
+        args=argv,
+        default=default,
+        prog="semclust",
+        description="Group unlabelled images by meaning.",
+    )
+
+
+def fit(command: Fit, argv: list[str], console: "Console") -> None:
+    from semclust import fitting
+    from semclust.data import open_images, read_labels
+    from semclust.display import Display, show_clusters
+    from semclust.run_folder import RunFolder, fingerprint
+
+    if command.resume:
+        run = RunFolder.open(command.resume)
+        config = run.read_config()
+        ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] != "--resume"]
+        if command.data:
+            ignored.insert(0, command.data)
+        if ignored:
+            console.print(f"ignored, since a resumed run keeps its own settings: {' '.join(ignored)}", markup=False)
+        try:
+            settings = Settings(**from_json(config["settings"]))
+            data, labels = config["data"], config["labels"]
+        except KeyError as error:
+            raise InputError(
+                f"{run.path / 'config.json'} lacks {error}; restore it from a copy, or fit again."
+            ) from None
+    else:
+        if command.data is None:
+            raise InputError("No data. Name a folder of images: semclust fit photos/ -k 20")
+        settings = Settings(**{f.name: getattr(command.settings, f.name) for f in dataclasses.fields(Settings)})
+        settings = fitting.draw_seed(settings)
+        data, labels = absolute(command.data), command.labels and absolute(command.labels)
+
+    check(settings)
+    with reading(console) as on_image:
+        images = open_images(data, size=settings.image_size, on_image=on_image)
+    if labels:
+        images.labels = read_labels(labels, images.names)
+    if images.skipped:
+        console.print(f"{len(images.skipped)} files could not be read and were skipped (skipped.csv)", style="yellow")
+    seen = fingerprint(images.pixels, images.names)
+    if command.resume:
+        if seen != config.get("fingerprint"):
+            raise InputError(
+                f"The images of {data!r} are not those that {run.path} began with. Restore them, or fit anew."
+            )
+    else:
+        fitting.check_suits(images, settings)
+        run = RunFolder.create(command.out, images.source)
+        run.write_config({"data": data, "labels": labels, "fingerprint": seen, "settings": to_json(settings)})
+    run.write_skipped(images.skipped)
+
+    display = Display(console)
+    try:
+        fitted = fitting.fit(images, settings, display, run)
+    except KeyboardInterrupt:
+        display.close()
+        print(f"\nInterrupted. Go on with: semclust fit --resume {run.path}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
+    finally:
+        display.close()
+    summary = fitting.summarise(fitted, images)
+    fitted.predictor.save(run.model)
+    run.write_results(images.names, fitted.p, fitted.q, summary)
+    show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
+    console.print(f"{summary['seconds']:.0f} s; run folder: {run.path}", markup=False, highlight=False)
+
+
+def predict(command: Predict, console: "Console") -> None:
+    from semclust import metrics
+    from semclust.predictor import Predictor
+    from semclust.run_folder import free_path, write_assignments
+    from semclust.train import choose_device
+
+    if command.out and command.out.exists():
+        raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
+    run = command.run
+    predictor = Predictor.load(run / "model" if (run / "config.json").exists() and (run / "model").is_dir() else run)
+    with reading(console) as on_image:
+        images = predictor.open(command.data, on_image)
+    p, _ = predictor(images.pixels, choose_device(command.device))
+    out = command.out or free_path(Path(f"{images.source}-clusters.csv"))
+    write_assignments(out, images.names, p)
+    for name, reason in images.skipped:
+        console.print(f"skipped {name!r}: {reason}", markup=False, highlight=False)
+    if images.labels is not None:
+        console.print(metrics.in_words(metrics.evaluate(p.argmax(1), images.labels)))
+    console.print(f"{len(p):,} images assigned; written to {out}", markup=False, highlight=False)
+
+
+def evaluate(command: Evaluate, console: "Console") -> None:
+    import numpy as np
+    from rich.markup import escape
+    from rich.table import Table
+
+    from semclust import metrics
+    from semclust.data import open_images, read_labels
+    from semclust.run_folder import RunFolder, read_assignments
+
+    run = RunFolder.open(command.run)
+    names, clusters = read_assignments(run.assignments)
+    if command.labels:
+        labels = read_labels(command.labels, names)
+    else:
+        config = run.read_config()
+        if config.get("labels"):
+            labels = read_labels(config["labels"], names)
+        else:
+            own = open_images(config["data"]).labels
+            if own is None:
+                raise InputError(f"{config['data']!r} holds no labels; say --labels labels.csv, or --labels folders.")
+            labels = own
+    console.print(metrics.in_words(metrics.evaluate(clusters, labels)))
+    table = Table(title="images of each class in each cluster", title_justify="left")
+    table.add_column("cluster", justify="right")
+    for name in np.unique(labels):
+        table.add_column(escape(str(name)), justify="right")
+    for cluster, row in zip(np.unique(clusters), metrics.contingency(clusters, labels), strict=True):
+        table.add_row(str(cluster), *(f"{n:,}" if n else "." for n in row))
+    console.print(table)
+
+
+def absolute(source: str) -> str:
+    """A path that still holds when a run is resumed from another folder; other words stay as they are."""
+    return str(Path(source).resolve()) if Path(source).exists() else source
+
+
+@contextlib.contextmanager
+def reading(console: "Console") -> Iterator[Callable[[int], None]]:
+    """A progress bar for reading images; it appears with the first of them."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("reading images", total=None, visible=False)
+
+        def on_image(total: int) -> None:
+            progress.update(bar, advance=1, total=total, visible=True)
+
+        yield on_image

@@ -1,0 +1,192 @@
+"""Every setting, once: the estimator's parameters, the command line's flags, a run's config.json."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+
+from semclust.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Backbone = str | nn.Module
+    Augment = str | Callable[[Tensor], Tensor]
+else:  # what the command line can say
+    Backbone = Literal["resnet18", "resnet34"]
+    Augment = Literal["auto", "natural", "strokes", "none"]
+
+Task = Literal["cluster", "under", "over", "instance"]
+
+
+def setting(default: Any, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field with the range of values it takes (both ends included)."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """How to learn. The defaults are what works best so far; `preset("paper")` is the paper."""
+
+    n_clusters: int = setting(10, low=2)
+    """Number of clusters C."""
+
+    # ---- how long and how fast ----------------------------------------------------------------
+    epochs: int = setting(60, low=1)
+    """Passes over the images."""
+    batch_size: int | None = setting(None, low=2)
+    """Images a step. None: 256, and fewer for small sets, so that an epoch has at least 24 steps."""
+    learning_rate: float = setting(0.06, low=0)
+    """Peak learning rate of SGD; it decays to 0 along a cosine."""
+    weight_decay: float = setting(5e-4, low=0)
+    """Weight decay of SGD."""
+    warmup_epochs: int = setting(3, low=0)
+    """Epochs in which the learning rate rises to its peak."""
+
+    # ---- images ------------------------------------------------------------------------------
+    image_size: int | None = setting(None, low=4, high=1024)
+    """Side in pixels to which images are resized. None: their own size, within 16 to 96."""
+    augment: Augment = "auto"
+    """Random views: natural (photographs), strokes (digits, glyphs, drawings), none; in Python also
+    a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images, natural otherwise."""
+
+    # ---- network -----------------------------------------------------------------------------
+    backbone: Backbone = "resnet18"
+    """Network under the projection: resnet18 or resnet34; in Python also your own nn.Module."""
+    width: int | None = setting(None, low=1)
+    """Channels of the ResNet's first stage. None: 64, and fewer for images under 32 px."""
+    max_pool: bool = False
+    """Halve the resolution after the stem, as IIC and PICA do."""
+    sobel: bool = False
+    """Feed the network edges in place of colours, as PICA does."""
+    projection_dim: int = setting(128, low=2)
+    """Dimension d of a representation q."""
+    projection_norm: bool = True
+    """Batch norm inside the projection."""
+    projection_per_task: bool = False
+    """A projection of its own for each task, in place of a shared one."""
+    batch_norm_groups: int = setting(1, low=1)
+    """Split each batch for batch norm, so that keys cannot be told by their batch's statistics."""
+
+    # ---- the method --------------------------------------------------------------------------
+    contrast: Literal["moco", "simclr", "instance-memory"] = "moco"
+    """Where the key k of a sample comes from: the momentum encoder, the other view through the same
+    encoder, or a vector stored for each image."""
+    momentum: float = setting(0.99, low=0, high=1)
+    """Share m that the momentum encoder (or the stored vector) keeps at each step."""
+    temperature: float = setting(0.2, low=1e-3)
+    """Temperature tau of all similarities."""
+    memory_size: int = setting(4096, low=1)
+    """Keys K in a contrastive set; at most half the number of images is used."""
+    tasks: tuple[Task, ...] = ("cluster", "under", "over", "instance")
+    """What is learned jointly: C clusters, C/2 clusters, several times C clusters, every image by itself."""
+    task_sum: Literal["mean", "sum"] = "mean"
+    """How the losses of the tasks are put together."""
+    classifier_input: Literal["projection", "pooled"] = "projection"
+    """What the linear classifier sees: the projection q or the backbone's pooled feature."""
+    classifier_trains_encoder: bool = False
+    """Let the gradient of the consistency loss reach the encoder, not the classifier alone."""
+    min_cluster_size: float = setting(0.16, low=0, high=1)
+    """Clusters under this share of the mean size are merged away and the largest split in their
+    place. 0 turns this off, for data that is truly imbalanced."""
+
+    # ---- what the default adds to the paper --------------------------------------------------
+    over_factor: int = setting(4, low=2)
+    """Clusters of the task "over", as a multiple of C."""
+    over_from: float = setting(0.2, low=0, high=1)
+    """Share of the epochs after which the task "over" joins instance contrast."""
+    cluster_from: float = setting(0.6, low=0, high=1)
+    """Share of the epochs after which the tasks "cluster" and "under" join. Their labels start from a
+    spectral partition of the features; at 0 they start at random, as in the paper."""
+    guided_until: float = setting(0.9, low=0, high=1)
+    """Share of the epochs until which that partition is repeated every few epochs; then the labels come
+    from the classifier alone."""
+    assign_by: Literal["query", "key"] = "key"
+    """Whose distances to the memory the classifier learns from: the paper's query, or the key, which
+    is another view: this asks the classifier to agree across views."""
+    attraction: float = setting(0.5, low=0)
+    """Weight of a term that pulls a query towards the bank of its own cluster; 0 in the paper."""
+
+    # ---- the paper's ablations ---------------------------------------------------------------
+    cross_cluster: bool = True
+    """Contrast with other clusters only; False: with all banks."""
+    online: bool = True
+    """Renew labels by the classifier; False: by the memory's distance-based assignment."""
+    hard_samples: bool = True
+    """Weigh samples by how often they swapped clusters; False: all the same."""
+
+    # ---- running -----------------------------------------------------------------------------
+    random_state: int | None = setting(0, low=0)
+    """Seed. The same seed on the same machine gives the same run; None draws one."""
+    device: str = "auto"
+    """cpu, cuda, cuda:1, mps. auto: a GPU where there is one."""
+
+
+def preset(name: str) -> dict[str, Any]:
+    """The settings that the preset ``name`` changes: ``SemanticClusterer(**preset("paper"))``."""
+    presets = json.loads(resources.files("semclust").joinpath("presets.json").read_text())
+    if name not in presets:
+        raise InputError(f"There is no preset {name!r}; expected one of {', '.join(presets)}.")
+    return from_json(presets[name])
+
+
+def to_json(settings: Settings) -> dict[str, Any]:
+    """Plain JSON values; a module or callable of the user's is stored by name only."""
+
+    def plain(value: Any) -> Any:
+        if value is None or isinstance(value, str | int | float):
+            return value
+        if isinstance(value, tuple | list):
+            return list(value)
+        return f"python:{getattr(value, '__qualname__', type(value).__qualname__)}"
+
+    return {f.name: plain(getattr(settings, f.name)) for f in dataclasses.fields(Settings)}
+
+
+def from_json(values: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments for Settings from JSON values."""
+    unknown = set(values) - {f.name for f in dataclasses.fields(Settings)}
+    if unknown:
+        raise InputError(f"Unknown settings {', '.join(sorted(unknown))}: written by another version of semclust?")
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+
+
+def check(settings: Settings) -> None:
+    """Raise InputError for the first value that is of the wrong kind or out of range."""
+    hints = get_type_hints(Settings)
+    for f in dataclasses.fields(Settings):
+        value, hint = getattr(settings, f.name), hints[f.name]
+        if f.name in ("backbone", "augment") and callable(value):
+            continue
+        low, high = f.metadata.get("low"), f.metadata.get("high")
+        kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
+        if value is None and type(None) in kinds:
+            continue
+        if f.name == "tasks":
+            choices = get_args(Task)
+            if not isinstance(value, tuple | list) or not value or set(value) - set(choices):
+                raise InputError(f"tasks={value!r}: expected one or more of {', '.join(choices)}.")
+            if "cluster" not in value and set(value) != {"instance"}:
+                raise InputError(f"tasks={value!r}: expected 'cluster' among them, or 'instance' alone.")
+        elif get_args(hint) and type(None) not in kinds:
+            if value not in get_args(hint):
+                raise InputError(f"{f.name}={value!r}: expected one of {', '.join(get_args(hint))}.")
+        elif bool in kinds:
+            if not isinstance(value, bool):
+                raise InputError(f"{f.name}={value!r}: expected True or False.")
+        elif int in kinds or float in kinds:
+            whole = int in kinds
+            if isinstance(value, bool) or not _is_number(value, whole):
+                raise InputError(f"{f.name}={value!r}: expected a {'whole ' if whole else ''}number.")
+            if (low is not None and value < low) or (high is not None and value > high):
+                bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+                raise InputError(f"{f.name}={value!r}: expected a number {bounds}.")
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    import numbers
+
+    kind = numbers.Integral if whole else numbers.Real
+    return isinstance(value, kind) and value == value  # not NaN

@@ -1,0 +1,117 @@
+"""What a person sees while a fit runs and when it ends: a live bar on a terminal, plain lines elsewhere."""
+
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from semclust.fitting import Watcher
+from semclust.metrics import in_words
+from semclust.train import Training
+
+EXAMPLES = 3
+
+
+class Display(Watcher):
+    """Shows a fit on ``console``."""
+
+    def __init__(self, console: Console):
+        self.console = console
+        self.progress: Progress | None = None
+
+    def begin(self, training: Training) -> None:
+        settings, (_, c, H, W) = training.settings, training.images.shape
+        n_weights = sum(p.numel() for p in training.learner.encoder.parameters())
+        backbone = settings.backbone if isinstance(settings.backbone, str) else type(settings.backbone).__name__
+        self.console.print(
+            f"{training.n_images:,} images of {H} x {W} x {c} into {settings.n_clusters} clusters "
+            f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, {settings.epochs} epochs "
+            f"of batches of {training.batch_size}"
+        )
+        if training.epoch:
+            self.console.print(f"resuming after epoch {training.epoch}")
+        self.began, self.images_done = time.monotonic(), 0
+        self.total = (settings.epochs - training.epoch) * training.n_images
+        self.epochs = settings.epochs
+        if self.console.is_terminal:
+            self.progress = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                TextColumn("{task.fields[speed]}"),
+                TimeElapsedColumn(),
+                TextColumn("left"),
+                TimeRemainingColumn(),
+                console=self.console,
+            )
+            self.bar = self.progress.add_task(f"epoch {training.epoch + 1}/{self.epochs}", total=self.total, speed="")
+            self.progress.start()
+
+    def step(self, n_images: int) -> None:
+        self.images_done += n_images
+        if self.progress:
+            self.progress.update(self.bar, advance=n_images, speed=f"{self._speed():,.0f} images/s")
+
+    def epoch(self, row: dict[str, Any]) -> None:
+        if self.progress:
+            following = min(row["epoch"] + 1, self.epochs)
+            self.progress.update(self.bar, description=f"epoch {following}/{self.epochs}  {figures(row)}")
+            return
+        left = (self.total - self.images_done) / self._speed()
+        self.console.print(
+            f"epoch {row['epoch']}/{self.epochs}  {figures(row)}  {self._speed():,.0f} images/s  {clock(left)} left",
+            soft_wrap=True,
+        )
+
+    def warn(self, message: str) -> None:
+        self.console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True)
+
+    def close(self) -> None:
+        if self.progress:
+            self.progress.stop()
+
+    def _speed(self) -> float:
+        return self.images_done / max(1e-9, time.monotonic() - self.began)
+
+
+def figures(row: dict[str, Any]) -> str:
+    """The few figures of an epoch that fit on a line."""
+    shown = {"loss": "loss", "churn": "churn", "score": "score", "acc": "ACC"}
+    return "  ".join(
+        f"{title} {row[name]:.3f}" for name, title in shown.items() if name in row and row[name] == row[name]
+    )
+
+
+def clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
+
+
+def show_clusters(console: Console, summary: dict[str, Any], names: list[str], labels: Any, confidence: Any) -> None:
+    """The table of clusters, with the names of the most certain images, and the figures below it."""
+    table = Table(title=f"{summary['n_images']:,} images in {len(summary['clusters'])} clusters", title_justify="left")
+    for title in ("cluster", "images", "share", "confidence"):
+        table.add_column(title, justify="right")
+    table.add_column("most certain images", overflow="ellipsis", no_wrap=True)
+    for cluster in summary["clusters"]:
+        members = (labels == cluster["cluster"]).nonzero()[0]
+        surest = members[(-confidence[members]).argsort(kind="stable")][:EXAMPLES]
+        sure = "-" if cluster["confidence"] is None else f"{cluster['confidence']:.3f}"
+        table.add_row(
+            str(cluster["cluster"]),
+            f"{cluster['size']:,}",
+            f"{cluster['size'] / summary['n_images']:.1%}",
+            sure,
+            escape(", ".join(printable(names[i]) for i in surest)),
+        )
+    console.print(table)
+    if "acc" in summary:
+        console.print(f"{in_words(summary)}  (labels were used for this line only)")
+    console.print(f"label-free score {summary['score']:.4f}")
+
+
+def printable(name: str) -> str:
+    """A file name as one line of printable text, whatever bytes it is made of."""
+    return name if name.isprintable() else name.encode("unicode_escape").decode()

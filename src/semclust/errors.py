@@ -1,0 +1,21 @@
+"""What semclust raises. Every message names the value, what was expected and the next step."""
+
+
+class SemclustError(Exception):
+    """Any error that semclust foresees; the command line prints it without a traceback."""
+
+
+class InputError(SemclustError, ValueError):
+    """Data, a setting or a path that cannot be used."""
+
+
+class DamagedFileError(SemclustError, ValueError):
+    """A checkpoint or model folder that is not what semclust wrote."""
+
+
+class TrainingError(SemclustError, RuntimeError):
+    """A run that cannot go on, such as one whose loss is not finite."""
+
+
+class MissingPackageError(SemclustError, ImportError):
+    """An optional package that is not installed."""

@@ -1,0 +1,134 @@
+"""From images and settings to a finished model: the loop around ``train.Training``."""
+
+import math
+import platform
+import time
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from semclust import __version__, metrics
+from semclust.config import Settings, check
+from semclust.data import Images
+from semclust.errors import InputError
+from semclust.predictor import Predictor
+from semclust.run_folder import RunFolder
+from semclust.train import Training, choose_augmentation, choose_device
+
+
+@dataclass
+class Watcher:
+    """What a fit tells while it runs. The methods do nothing; a face overrides what it shows."""
+
+    def begin(self, training: Training) -> None: ...
+    def step(self, n_images: int) -> None: ...
+    def epoch(self, row: dict[str, Any]) -> None: ...
+    def warn(self, message: str) -> None: ...
+
+
+@dataclass
+class Fitted:
+    """What a fit gives."""
+
+    predictor: Predictor
+    p: np.ndarray  # N x C probabilities, clusters numbered by size
+    q: np.ndarray  # N x d embeddings
+    history: list[dict[str, Any]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.p.argmax(1)
+
+
+def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run: RunFolder | None = None) -> Fitted:
+    """Learn features and clusters of ``images``; with ``run``, keep rows and checkpoints there and go on
+    from its last checkpoint if it has one. Labels of the images only add ACC, NMI and ARI to the rows."""
+    watcher = watcher or Watcher()
+    started = time.monotonic()
+    training = start(images, settings)
+    if run is not None and run.checkpoint.exists():
+        training.load_state(*run.read_checkpoint())
+        run.drop_metrics_after(training.epoch)
+    elif run is not None:
+        run.drop_metrics_after(0)
+    watcher.begin(training)
+
+    history: list[dict[str, Any]] = []
+    warnings: list[str] = []
+    while training.epoch < settings.epochs:
+        row, refresh = training.run_epoch(watcher.step)
+        if images.labels is not None:
+            figures = metrics.evaluate(refresh.p.argmax(1).cpu().numpy(), images.labels)
+            clustered = not math.isnan(row["score"])
+            row |= figures if clustered else dict.fromkeys(figures, math.nan)
+        history.append(row)
+        if run is not None:
+            run.append_metrics(row)
+            run.write_checkpoint(training.state(), training.epoch)
+        watcher.epoch(row)
+        for message in metrics.complaints(row, settings, semantic=row["churn"] == row["churn"]):
+            if message not in warnings:
+                warnings.append(message)
+                watcher.warn(message)
+
+    predictor = Predictor.from_learner(training.learner, settings, images.pixels.shape[1:], images.value_range)
+    p, q = predictor(images.pixels, training.device)
+    order = predictor.number_by_size(p.argmax(1))
+    return Fitted(predictor, p[:, order], q, history, warnings, time.monotonic() - started)
+
+
+def check_suits(images: Images, settings: Settings) -> None:
+    """Raise InputError where the settings are wrong in themselves or for these images."""
+    check(settings)
+    choose_device(settings.device)
+    n, C = len(images.pixels), settings.n_clusters
+    if n < 4:
+        raise InputError(f"{n} images are too few to learn from; expected a few hundred.")
+    if n < C:
+        raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
+
+
+def start(images: Images, settings: Settings) -> Training:
+    """A run at epoch 0."""
+    check_suits(images, settings)
+    augmentation = choose_augmentation(settings.augment, images.pixels.shape[3])
+    return Training(images.pixels, settings, augmentation, choose_device(settings.device))
+
+
+def draw_seed(settings: Settings) -> Settings:
+    """The same settings with a seed, drawn if there was none: what a run folder must remember."""
+    if settings.random_state is not None:
+        return settings
+    return replace(settings, random_state=int(np.random.SeedSequence().generate_state(1)[0]))
+
+
+def summarise(fitted: Fitted, images: Images) -> dict[str, Any]:
+    """The figures at the end of a run, as plain JSON values."""
+    labels, p = fitted.labels, fitted.p
+    sizes = np.bincount(labels, minlength=p.shape[1])
+    figures = metrics.evaluate(labels, images.labels) if images.labels is not None else {}
+    score = metrics.label_free_score(torch.from_numpy(p))
+    return {
+        "semclust": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": str(next(fitted.predictor.network.parameters()).device),
+        "n_images": len(labels),
+        "n_skipped": len(images.skipped),
+        "image_shape": list(fitted.predictor.image_shape),
+        "seconds": round(fitted.seconds, 1),
+        "score": score,
+        **figures,
+        "clusters": [
+            {"cluster": c, "size": int(sizes[c]), "confidence": _mean(p[labels == c, c])} for c in range(len(sizes))
+        ],
+        "warnings": fitted.warnings,
+    }
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return float(values.mean()) if len(values) else None

@@ -1,0 +1,86 @@
+"""Pseudo labels: their renewal, merge-and-split, and what their swaps say about a sample (Eq. 5-6).
+
+Shapes: N images, C clusters, d dimension of a representation.
+"""
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+
+def most_likely(p: Tensor) -> Tensor:
+    """y_i = argmax_j p_ij (Eq. 5)."""
+    return p.argmax(1)
+
+
+def count_swaps(s: Tensor, y: Tensor, y_before: Tensor) -> Tensor:
+    """s_i^e = s_i^{e-1} + 1[y_i^e != y_i^{e-1}] (Eq. 6). s starts at 1: from 0, a batch without a
+    swap would have the weights 0 / 0."""
+    return s + (y != y_before).to(s.dtype)
+
+
+def sample_weights(s: Tensor) -> Tensor:
+    """w_i = s_i / sum_j s_j over the mini-batch (Eq. 6): samples that swap often weigh more."""
+    return s / s.sum()
+
+
+def merge_and_split(y: Tensor, x: Tensor, n_clusters: int, min_size: float) -> Tensor:
+    """Dissolve clusters of fewer than ``min_size`` members and refill their ids by halving the largest.
+
+    After Zhan et al. (2020, "Online Deep Clustering"). Merge: every member of a small cluster moves to
+    the nearest centroid (inner product) of a cluster that is not small. Split: each emptied id in turn
+    takes one half of the currently largest cluster.
+
+    y: N labels; x: N x d unit representations. Returns the new labels; an id that is not small keeps
+    its meaning, so the classifier's outputs stay comparable from epoch to epoch.
+    """
+    y = y.clone()
+    size = torch.bincount(y, minlength=n_clusters)
+    small = size < min_size
+    if not small.any() or small.all():
+        return y
+
+    centroid = torch.zeros(n_clusters, x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, y, x)
+    centroid = centroid / size.clamp(min=1)[:, None]
+    closeness = (x @ centroid.T).masked_fill(small[None, :], -torch.inf)
+    y = torch.where(small[y], closeness.argmax(1), y)
+
+    for empty in small.nonzero()[:, 0]:
+        largest = torch.bincount(y, minlength=n_clusters).argmax()
+        members = (y == largest).nonzero()[:, 0]
+        y[members[second_half(x[members])]] = empty
+    return y
+
+
+def second_half(x: Tensor, rounds: int = 50) -> Tensor:
+    """Which rows of x belong to the second of two groups, by 2-means (boolean).
+
+    Starts from the row farthest from the mean and the row farthest from that one, so it needs no
+    random numbers. Where 2-means finds only one group (equal rows), every second row is taken.
+    """
+
+    def squared_distance(centre: Tensor) -> Tensor:
+        return (x - centre).square().sum(1)
+
+    first = x[squared_distance(x.mean(0)).argmax()]
+    second = x[squared_distance(first).argmax()]
+    half = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+    for _ in range(rounds):
+        before, half = half, squared_distance(second) < squared_distance(first)
+        if not half.any() or half.all():
+            return torch.arange(len(x), device=x.device) % 2 == 1
+        if torch.equal(half, before):
+            break
+        first, second = x[~half].mean(0), x[half].mean(0)
+    return half
+
+
+def match_ids(y: np.ndarray, reference: np.ndarray, n_clusters: int) -> np.ndarray:
+    """Rename the clusters of y so that as many images as possible keep their label in ``reference``."""
+    overlap = np.zeros((n_clusters, n_clusters), dtype=np.int64)
+    np.add.at(overlap, (y, reference), 1)
+    rows, columns = linear_sum_assignment(overlap, maximize=True)
+    new_id = np.empty(n_clusters, dtype=np.int64)
+    new_id[rows] = columns
+    return new_id[y]

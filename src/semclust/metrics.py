@@ -1,0 +1,101 @@
+"""How good a clustering is: against labels where they exist, and by itself where they do not.
+
+Shapes: N images, C clusters, d representation.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from semclust.config import Settings
+
+COLLAPSED_SPREAD = 0.05
+GIANT_CLUSTER = 0.8
+
+
+def contingency(predicted: np.ndarray, true: np.ndarray) -> np.ndarray:
+    """How many images of each true class (column) lie in each cluster (row)."""
+    rows, columns = (np.unique(labels, return_inverse=True)[1] for labels in (predicted, true))
+    table = np.zeros((rows.max() + 1, columns.max() + 1), dtype=np.int64)
+    np.add.at(table, (rows, columns), 1)
+    return table
+
+
+def clustering_accuracy(predicted: np.ndarray, true: np.ndarray) -> float:
+    """ACC: share of images that are right under the best one-to-one map of clusters to classes.
+
+    With more clusters than classes the clusters left over count as wrong, and the reverse.
+    """
+    table = contingency(predicted, true)
+    return float(table[linear_sum_assignment(table, maximize=True)].sum() / table.sum())
+
+
+def evaluate(predicted: np.ndarray, true: np.ndarray) -> dict[str, float]:
+    """ACC, NMI and ARI of cluster ids against true classes (any integers or strings)."""
+    from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+    return {
+        "acc": clustering_accuracy(predicted, true),
+        "nmi": float(normalized_mutual_info_score(true, predicted)),
+        "ari": float(adjusted_rand_score(true, predicted)),
+    }
+
+
+def in_words(figures: dict[str, Any]) -> str:
+    return f"ACC {figures['acc']:.4f}  NMI {figures['nmi']:.4f}  ARI {figures['ari']:.4f}"
+
+
+def health(p: Tensor, p_memory: Tensor, q: Tensor, churn: float) -> dict[str, Any]:
+    """Figures that need no label.
+
+    p, p_memory: N x C assignments of classifier and memory; q: N x d unit representations.
+    """
+    N, C = p.shape
+    y = p.argmax(1)
+    sizes = y.bincount(minlength=C)
+    return {
+        "churn": churn,  # share of images whose label changed
+        "agreement": (y == p_memory.argmax(1)).float().mean().item(),  # of classifier and memory
+        "confidence": p.max(1).values.mean().item(),
+        "spread": 1 - q.mean(0).square().sum().item(),  # variance of unit vectors: 0 is collapse
+        "smallest": sizes.min().item() / N,
+        "largest": sizes.max().item() / N,
+        "score": label_free_score(p),
+        "sizes": " ".join(map(str, sizes.tolist())),
+    }
+
+
+def complaints(row: dict[str, Any], settings: Settings, semantic: bool) -> list[str]:
+    """What is wrong with an epoch's figures, in words and with the next step. ``semantic``: clusters
+    have been learned for at least an epoch."""
+    found = []
+    if row["spread"] < COLLAPSED_SPREAD:
+        found.append(
+            f"The features have collapsed: all images look alike to the network (spread below {COLLAPSED_SPREAD}). "
+            f"Try momentum 0.99 (now {settings.momentum}), a lower learning_rate (now {settings.learning_rate}), "
+            f"warmup_epochs (now {settings.warmup_epochs}) or projection_norm (now {settings.projection_norm})."
+        )
+    if semantic and row["largest"] > GIANT_CLUSTER:
+        found.append(
+            f"One cluster holds more than {GIANT_CLUSTER:.0%} of the images. If the groups are not that uneven, try "
+            f"more epochs (now {settings.epochs}) or min_cluster_size 0.16 (now {settings.min_cluster_size})."
+        )
+    empty = str(row["sizes"]).split().count("0")
+    if semantic and row["epoch"] == settings.epochs and empty:
+        found.append(
+            f"{empty} of {settings.n_clusters} clusters are empty. The images may hold fewer groups: "
+            f"try n_clusters={max(2, settings.n_clusters - empty)}."
+        )
+    return found
+
+
+def label_free_score(p: Tensor) -> float:
+    """Information that the classifier gives about an image, 0 to 1: high when it is sure of each
+    image (low entropy) and uses all clusters alike (high entropy of the mean)."""
+    p = p.double().clamp(min=1e-12)
+    mean = p.mean(0)
+    information = (p * p.log()).sum(1).mean() - (mean * mean.log()).sum()
+    return information.item() / math.log(p.shape[1])

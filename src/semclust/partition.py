@@ -1,0 +1,83 @@
+"""Partitions of finished features: k-means, and a spectral partition that scales with the images.
+
+Used to start the labels and to group the features of instance contrast alone. Works on whichever
+device the features lie; random numbers come from torch's default generator.
+
+Shapes: N images, C clusters, d dimension, p landmarks, R restarts.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 8192  # images at once, so that memory does not grow with N x p
+LANDMARKS = 1000
+SAMPLE = 20_000  # images among which landmarks are sought
+
+
+def k_means(x: Tensor, n_clusters: int, restarts: int = 10, rounds: int = 100) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm from k-means++ starts; the best of ``restarts``. Returns labels (N), centres (C x d)."""
+    best: tuple[float, Tensor, Tensor] | None = None
+    for _ in range(restarts):
+        centre = _spread_out(x, n_clusters)
+        label = torch.full((len(x),), -1, device=x.device)
+        for _ in range(rounds):
+            before, (distance, label) = label, nearest(x, centre)
+            if torch.equal(label, before):
+                break
+            size = torch.bincount(label, minlength=n_clusters)
+            mean = torch.zeros_like(centre).index_add_(0, label, x) / size.clamp(min=1)[:, None]
+            centre = torch.where((size > 0)[:, None], mean, centre)
+        inertia = distance.sum().item()
+        if best is None or inertia < best[0]:
+            best = inertia, label, centre
+    assert best is not None
+    return best[1], best[2]
+
+
+def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int = 5) -> Tensor:
+    """Cut the neighbour graph of unit features x (N x d) into ``n_clusters`` groups: labels (N).
+
+    Images are joined through p landmarks (Chen & Cai 2011): each is tied to its nearest few, and two
+    images are close when they share landmarks. The eigenvectors of that graph come from a p x p
+    matrix, so the cost grows with N, not with its square. Where k-means assumes round clusters of one
+    size, this follows chains of neighbours.
+    """
+    n_landmarks = min(len(x), max(5 * n_clusters, min(LANDMARKS, len(x) // 6)))
+    sample = x[torch.randperm(len(x), device=x.device)[:SAMPLE]]
+    landmark = F.normalize(k_means(sample, n_landmarks, restarts=1, rounds=10)[1], dim=1)
+
+    def ties(chunk: Tensor) -> Tensor:
+        """Weights of each image's ties to its nearest landmarks; they sum to 1 (chunk x p)."""
+        closeness, which = (chunk @ landmark.T).topk(min(neighbours, n_landmarks), dim=1)
+        return torch.zeros(len(chunk), n_landmarks, dtype=x.dtype, device=x.device).scatter_(
+            1, which, (closeness / tau).softmax(1)
+        )
+
+    chunks = x.split(CHUNK)
+    degree = torch.stack([ties(chunk).sum(0) for chunk in chunks]).sum(0)
+    scale = degree.clamp(min=1e-6).rsqrt()
+    graph = torch.stack([(z := ties(chunk) * scale).T @ z for chunk in chunks]).sum(0)
+    _, vector = torch.linalg.eigh(graph.double())
+    vector = vector[:, -n_clusters:].to(x.dtype)  # the largest eigenvalues come last
+    embedding = torch.cat([ties(chunk) * scale @ vector for chunk in chunks])
+    return k_means(F.normalize(embedding, dim=1), n_clusters)[0]
+
+
+def nearest(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Squared distance to the nearest centre and which it is, for each row of x."""
+    parts = [torch.cdist(chunk, centre).min(1) for chunk in x.split(CHUNK)]
+    return torch.cat([p.values for p in parts]).square(), torch.cat([p.indices for p in parts])
+
+
+def _spread_out(x: Tensor, n_clusters: int) -> Tensor:
+    """k-means++ (Arthur & Vassilvitskii 2007): each centre is drawn far from those before it."""
+    first = torch.randint(len(x), (1,), device=x.device)
+    centres = [x[first]]
+    distance = (x - centres[0]).square().sum(1)
+    for _ in range(n_clusters - 1):
+        # Where every image already lies on a centre, any image will do.
+        weight = distance if distance.max() > 0 else torch.ones_like(distance)
+        centres.append(x[torch.multinomial(weight, 1)])
+        distance = torch.minimum(distance, (x - centres[-1]).square().sum(1))
+    return torch.cat(centres)

@@ -1,0 +1,141 @@
+"""The finished model: encoder and classifier without anything that only training needs.
+
+Shapes: N images, H x W pixels, c channels, C clusters, d representation.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from semclust import __version__
+from semclust.config import Settings, from_json, to_json
+from semclust.data import Images, open_images
+from semclust.errors import DamagedFileError, InputError
+from semclust.model import ClusterNetwork, Encoder, LinearClassifier, build_backbone, channels_last
+from semclust.storage import load_into, read_json, read_tensors, write_json, write_tensors
+from semclust.train import Learner
+
+FORMAT = 1
+BATCH = 512
+
+
+@dataclass
+class Predictor:
+    """Images in, probabilities and embeddings out; ``save`` and ``load`` without pickle."""
+
+    settings: Settings
+    image_shape: tuple[int, int, int]  # H, W, c that the network was trained on
+    value_range: tuple[float, float]  # of float arrays: what 0 and 255 stand for
+    network: ClusterNetwork
+
+    @classmethod
+    def from_learner(
+        cls, learner: Learner, settings: Settings, image_shape: tuple[int, int, int], value_range: tuple[float, float]
+    ) -> "Predictor":
+        """Take over a learner's weights for the target task."""
+        made = cls._blank(settings, image_shape, value_range)
+        kept = f"projections.{learner.tasks['cluster'].projection}."
+        encoder = {
+            name.replace(kept, "projections.cluster."): value
+            for name, value in learner.encoder.state_dict().items()
+            if name.startswith(kept) or not name.startswith("projections.")
+        }
+        made.network.encoder.load_state_dict(encoder)
+        made.network.classifier.load_state_dict(learner.tasks["cluster"].classifier.state_dict())
+        return made
+
+    @classmethod
+    def _blank(
+        cls, settings: Settings, image_shape: tuple[int, int, int], value_range: tuple[float, float]
+    ) -> "Predictor":
+        backbone, n_features = build_backbone(
+            settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
+        )
+        dim, pooled = settings.projection_dim, settings.classifier_input == "pooled"
+        encoder = Encoder(
+            backbone, n_features, image_shape[2], ["cluster"], dim, settings.projection_norm, settings.sobel
+        )
+        classifier = LinearClassifier(n_features if pooled else dim, settings.n_clusters, settings.temperature)
+        network = ClusterNetwork(encoder, classifier, pooled)
+        channels_last(network).eval()
+        return cls(settings, image_shape, value_range, network)
+
+    def number_by_size(self, labels: np.ndarray) -> np.ndarray:
+        """Renumber the clusters, 0 the largest of ``labels``; returns the old id of each new one."""
+        sizes = np.bincount(labels, minlength=self.settings.n_clusters)
+        order = np.argsort(-sizes, kind="stable")
+        linear = self.network.classifier.linear
+        with torch.no_grad():
+            linear.weight.copy_(linear.weight[order.tolist()])
+            linear.bias.copy_(linear.bias[order.tolist()])
+        return order
+
+    def open(self, data: Any, on_image: Callable[[int], None] | None = None) -> Images:
+        """Images from any source, in the size, channels and range that the network was trained on."""
+        H, W, c = self.image_shape
+        return open_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image)
+
+    @torch.no_grad()
+    def __call__(self, pixels: np.ndarray, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+        """Probabilities (N x C) and embeddings (N x d, unit length) of N x H x W x c uint8 pixels."""
+        network = self.network.to(device)
+        p: list[Tensor] = []
+        q: list[Tensor] = []
+        for start in range(0, len(pixels), BATCH):
+            part = torch.from_numpy(np.ascontiguousarray(pixels[start : start + BATCH])).to(device)
+            x = part.permute(0, 3, 1, 2).float().div(255).contiguous(memory_format=torch.channels_last)
+            for parts, result in zip((p, q), network(x), strict=True):
+                parts.append(result.cpu())
+        return torch.cat(p).numpy(), torch.cat(q).numpy()
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        about = {
+            "format": FORMAT,
+            "semclust": __version__,
+            "image_shape": list(self.image_shape),
+            "value_range": list(self.value_range),
+            "settings": to_json(self.settings),
+        }
+        write_tensors(folder / "model.safetensors", self.network.state_dict(), {"format": FORMAT})
+        write_json(folder / "config.json", about)
+
+    @classmethod
+    def load(cls, folder: Path, backbone: nn.Module | None = None) -> "Predictor":
+        """``backbone``: the module that was fitted, where it was the user's own."""
+        if not folder.is_dir():
+            raise InputError(
+                f"{str(folder)!r} is not a model folder; expected one that save() or `semclust fit` wrote."
+            )
+        about = read_json(folder / "config.json")
+        if about.get("format") != FORMAT:
+            raise DamagedFileError(
+                f"{folder / 'config.json'} has format {about.get('format')!r}, written by semclust "
+                f"{about.get('semclust', '(unknown version)')}; this version reads format {FORMAT}. "
+                "Load it there, or fit again."
+            )
+        try:
+            settings = Settings(**from_json(about["settings"]))
+            H, W, c = map(int, about["image_shape"])
+            low, high = map(float, about["value_range"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamagedFileError(
+                f"{folder / 'config.json'} is damaged ({error!r}). Fit again, or restore it."
+            ) from error
+        stored = str(settings.backbone)
+        if stored.startswith("python:") and backbone is None:
+            raise InputError(
+                f"{folder} was fitted on your own backbone {stored.removeprefix('python:')}; "
+                "pass it: SemanticClusterer.load(path, backbone=YourModule())."
+            )
+        if backbone is not None:
+            settings.backbone = backbone
+        made = cls._blank(settings, (H, W, c), (low, high))
+        tensors, _ = read_tensors(folder / "model.safetensors")
+        load_into(made.network, tensors, folder / "model.safetensors")
+        return made

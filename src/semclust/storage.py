@@ -1,0 +1,88 @@
+"""Tensors and JSON on disk: whole or not at all, and never executing what they read.
+
+Files are written beside their place, flushed to the disk and then renamed, so a reader or a crash
+never meets half a file. Tensors are safetensors, whose reader cannot run code; pickles are refused.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from semclust.errors import DamagedFileError
+
+NEXT_STEP = "Restore the file from a copy, or fit again"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Replace ``path`` by ``content`` in one step."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with open(beside, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_whole(path, (json.dumps(value, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path} is missing. {NEXT_STEP}.") from None
+    except (OSError, ValueError) as error:
+        raise DamagedFileError(f"{path} is not readable as JSON ({error}). {NEXT_STEP}.") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{path} holds {type(value).__name__}, expected a JSON object. {NEXT_STEP}.")
+    return value
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """A safetensors file with the JSON object ``about`` in its header."""
+    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    write_whole(path, save(plain, metadata={"about": json.dumps(about)}))
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the ``about`` of ``write_tensors``."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(2)
+        if start[:1] == b"\x80" or start == b"PK":  # pickle, or the zip file that torch.save makes
+            raise DamagedFileError(
+                f"{path} is a pickle, which could run code when loaded; expected a safetensors file. "
+                f"{NEXT_STEP} with `semclust fit`, or convert it where you trust its origin."
+            )
+        with safe_open(path, framework="pt") as file:
+            about = json.loads((file.metadata() or {}).get("about", "null"))
+            tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path} is missing. {NEXT_STEP}.") from None
+    except (OSError, SafetensorError, ValueError) as error:
+        if isinstance(error, DamagedFileError):
+            raise
+        raise DamagedFileError(f"{path} is damaged: not a whole safetensors file ({error}). {NEXT_STEP}.") from error
+    if not isinstance(about, dict):
+        raise DamagedFileError(f"{path} was not written by semclust: its header has no description. {NEXT_STEP}.")
+    return tensors, about
+
+
+def load_into(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Load a state into ``module``; a name or shape that does not fit is an error about ``path``."""
+    try:
+        module.load_state_dict(tensors)
+    except RuntimeError as error:
+        raise DamagedFileError(
+            f"{path} does not fit the settings beside it ({str(error).splitlines()[1].strip()[:200]}). {NEXT_STEP}."
+        ) from error

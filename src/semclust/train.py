@@ -1,0 +1,398 @@
+"""The training loop: joint learning of the three tasks, one epoch at a time (Section 3.2).
+
+An epoch is: steps over all images in random order, then the renewal of every label. All that training
+changes lies in ``Training.learner`` and ``Training.optimiser``; every epoch seeds its own random
+numbers, so a run can stop after any epoch and go on as if it had not.
+
+Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representation.
+"""
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from semclust import core, labels, metrics
+from semclust.augment import AUGMENTATIONS, Augmentation
+from semclust.config import Settings
+from semclust.core import SemanticMemory
+from semclust.errors import InputError, TrainingError
+from semclust.model import (
+    ClusterTask,
+    Encoder,
+    TaskPlan,
+    build_backbone,
+    channels_last,
+    follow,
+    group_batch_norm,
+    momentum_twin,
+)
+from semclust.partition import k_means, spectral_partition
+
+SGD_MOMENTUM = 0.9
+INFERENCE_BATCH = 1024
+PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
+STEPS_AN_EPOCH = 24  # at least, by smaller batches where images are few
+
+
+class Learner(nn.Module):
+    """Everything that training changes, apart from the optimiser's own state."""
+
+    stored_keys: Tensor
+
+    def __init__(self, settings: Settings, image_shape: tuple[int, int, int], n_images: int):
+        super().__init__()
+        backbone, n_features = build_backbone(
+            settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
+        )
+        own = settings.projection_per_task
+        projections = sorted(settings.tasks) if own else ["shared"]
+        dim, tau = settings.projection_dim, settings.temperature
+        self.encoder = Encoder(
+            backbone, n_features, image_shape[2], projections, dim, settings.projection_norm, settings.sobel
+        )
+        group_batch_norm(self.encoder, settings.batch_norm_groups)
+        self.twin = momentum_twin(self.encoder) if settings.contrast == "moco" else None
+        if settings.contrast == "instance-memory":  # an empty key is the zero vector, as in SemanticMemory
+            self.register_buffer("stored_keys", torch.zeros(len(projections), n_images, dim))
+
+        # More keys than half the images would hold many images twice, and every image against itself.
+        K = max(1, min(settings.memory_size, n_images // 2))
+        # Extreme over-clustering, every image a cluster: one queue, no bank left out.
+        self.instance_memory = SemanticMemory(1, K, dim)
+        self.instance_projection = "instance" if "instance" in projections else projections[0]
+        classifier_dim = dim if settings.classifier_input == "projection" else n_features
+        self.task_modules = nn.ModuleDict()
+        for name, plan in plan_tasks(settings, n_images).items():
+            projection = name if name in projections else self.instance_projection
+            self.task_modules[name] = ClusterTask(plan, n_images, K, dim, classifier_dim, tau, projection)
+
+    @property
+    def tasks(self) -> dict[str, ClusterTask]:
+        return cast(dict[str, ClusterTask], dict(self.task_modules.items()))
+
+
+def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
+    """How many clusters each task has and when it learns. "cluster" is always there: instance contrast
+    alone never trains on it, but it holds the k-means of the features."""
+    C = settings.n_clusters
+
+    def epoch(share: float) -> int:
+        return math.floor(share * settings.epochs)
+
+    begins = epoch(settings.cluster_from) if "cluster" in settings.tasks else settings.epochs
+    plans = {"cluster": TaskPlan(C, begins, epoch(settings.guided_until))}
+    if "under" in settings.tasks:
+        plans["under"] = TaskPlan(max(2, C // 2), begins, epoch(settings.guided_until))
+    n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
+    if "over" in settings.tasks and n_over > C:
+        plans["over"] = TaskPlan(n_over, epoch(settings.over_from), 0)
+    return plans
+
+
+@dataclass
+class Refresh:
+    """What one pass over all images without augmentation gives."""
+
+    p: Tensor  # N x C probabilities of the classifier, target task
+    q: Tensor  # N x d representations, target task
+
+
+class Training:
+    """A run in progress. ``run_epoch`` until ``epoch == settings.epochs``."""
+
+    def __init__(self, pixels: np.ndarray, settings: Settings, augmentation: Augmentation, device: torch.device):
+        """``pixels``: N x H x W x c, uint8."""
+        self.settings, self.device, self.augmentation = settings, device, augmentation
+        self.epoch = 0
+        self.n_images = len(pixels)
+        self.images = torch.from_numpy(np.ascontiguousarray(pixels)).to(device).permute(0, 3, 1, 2)  # N x c x H x W
+        self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
+        with self._own_random_numbers(0):
+            self.learner = Learner(settings, pixels.shape[1:], self.n_images)
+        channels_last(self.learner.to(device))
+        self._measure_colours()
+        self.trained = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
+        self.optimiser = torch.optim.SGD(
+            self.trained, lr=0.0, momentum=SGD_MOMENTUM, weight_decay=settings.weight_decay
+        )
+
+    def learns(self, task: ClusterTask) -> bool:
+        """Whether the current epoch trains on this task."""
+        return self.epoch >= task.plan.begins
+
+    # ---- one epoch -------------------------------------------------------------------------------
+
+    def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Refresh]:
+        """Train for one epoch and renew the labels. Returns the row of figures and the refresh."""
+        with self._own_random_numbers(1 + self.epoch):
+            row: dict[str, Any] = {"epoch": self.epoch + 1}
+            row |= self._steps(on_step)
+            self.epoch += 1
+            figures, refresh = self._renew_labels()
+        return row | figures, refresh
+
+    def _steps(self, on_step: Callable[[int], None]) -> dict[str, float]:
+        self.learner.train()
+        order = torch.randperm(self.n_images, device=self.device)
+        # Batches of nearly one size: a last batch of a few images would have useless batch statistics.
+        batches = order.tensor_split(math.ceil(self.n_images / self.batch_size))
+        losses = torch.zeros(len(batches), 3, device=self.device)
+        for step, index in enumerate(batches):
+            rate = self.learning_rate(self.epoch + step / len(batches))
+            for group in self.optimiser.param_groups:
+                group["lr"] = rate
+            losses[step] = self._step(index)
+            on_step(len(index))
+        finite = losses.isfinite().all(1)
+        if not finite.all():
+            bad = int((~finite).nonzero()[0, 0])
+            raise TrainingError(
+                f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {len(batches)} in epoch "
+                f"{self.epoch + 1}. "
+                f"Lower the learning rate (now {self.settings.learning_rate}), for example to "
+                f"{self.settings.learning_rate / 3:.2g}."
+            )
+        loss, l_id, l_cd = losses.mean(0).tolist()
+        return {"learning_rate": rate, "loss": loss, "loss_id": l_id, "loss_cd": l_cd}
+
+    def learning_rate(self, epoch: float) -> float:
+        """Cosine decay over all epochs, after a linear rise."""
+        rise = min(1.0, (epoch + 1e-2) / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
+        return self.settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
+
+    def _step(self, index: Tensor) -> Tensor:
+        """One optimiser step on the images ``index`` (n): the losses L, L_ID, L_CD."""
+        learner, settings = self.learner, self.settings
+        x = self.images[index].float().div(255).contiguous(memory_format=torch.channels_last)
+        with self._mixed_precision():
+            h, q = learner.encoder(self.augmentation(x))
+            k = self._keys(x, index)
+
+        active = [task for task in learner.tasks.values() if self.learns(task)]
+        zero = torch.zeros((), device=self.device)
+        l_ids, l_cds = [], []
+        if "instance" in settings.tasks or not active:
+            l_ids.append(self._instance_task_loss(q, k))
+            l_cds.append(zero)
+        for task in active:
+            l_id, l_cd = self._cluster_task_losses(task, index, h, q, k)
+            l_ids.append(l_id)
+            l_cds.append(l_cd)
+        loss = core.overall_loss(torch.stack(l_ids), torch.stack(l_cds)).sum()
+        if settings.task_sum == "mean":
+            loss = loss / len(l_ids)
+
+        self.optimiser.zero_grad()
+        loss.backward()
+        self.optimiser.step()
+        self._remember(index, q, k, active)
+        return torch.stack([loss, torch.stack(l_ids).mean(), torch.stack(l_cds).mean()]).detach()
+
+    def _keys(self, x: Tensor, index: Tensor) -> dict[str, Tensor]:
+        """k for each projection (n x d): the only place where the contrastive methods differ."""
+        learner = self.learner
+        if self.settings.contrast == "simclr":
+            return learner.encoder(self.augmentation(x))[1]
+        if self.settings.contrast == "instance-memory":
+            return dict(zip(learner.encoder.projections, learner.stored_keys[:, index], strict=True))
+        assert learner.twin is not None
+        with torch.no_grad():
+            if self.settings.batch_norm_groups == 1:
+                return learner.twin(self.augmentation(x))[1]
+            shuffle = torch.randperm(len(x), device=x.device)  # other neighbours in the batch than q had
+            back = shuffle.argsort()
+            return {name: k[back] for name, k in learner.twin(self.augmentation(x)[shuffle])[1].items()}
+
+    def _instance_task_loss(self, q: dict[str, Tensor], k: dict[str, Tensor]) -> Tensor:
+        """L_ID of the instance task: every other image is a negative."""
+        name, tau = self.learner.instance_projection, self.settings.temperature
+        bank = core.bank_similarity(q[name], self.learner.instance_memory.keys, tau)
+        return core.instance_loss(q[name], k[name], bank, tau).mean()
+
+    def _cluster_task_losses(
+        self, task: ClusterTask, index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """L_ID (Eq. 1, 2, 6) and L_CD (Eq. 3, 4) of one clustering task."""
+        settings, tau = self.settings, self.settings.temperature
+        y = task.y[index]
+        q_task, k_task = q[task.projection], k[task.projection]
+        bank = core.bank_similarity(q_task, task.memory.keys, tau)
+        l_id = core.instance_loss(q_task, k_task, bank, tau, y if settings.cross_cluster else None)
+        if settings.attraction:
+            l_id = l_id + settings.attraction * core.attraction_loss(bank, y)
+        s = task.s[index]
+        w = labels.sample_weights(s if settings.hard_samples else torch.ones_like(s))
+
+        if settings.assign_by == "key":
+            bank = core.bank_similarity(k_task.detach(), task.memory.keys, tau)
+        seen = self._classifier_sees(h, q_task)
+        logits = task.classifier(seen if settings.classifier_trains_encoder else seen.detach())
+        return (w * l_id).sum(), core.cluster_loss(logits, core.memory_assignment(bank))
+
+    def _classifier_sees(self, h: Tensor, q: Tensor) -> Tensor:
+        return F.normalize(h, dim=1) if self.settings.classifier_input == "pooled" else q
+
+    @torch.no_grad()
+    def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: list[ClusterTask]) -> None:
+        """After the backward pass: move the momentum twin, write the keys into the memories."""
+        learner = self.learner
+        if learner.twin is not None:
+            follow(learner.twin, learner.encoder, self.settings.momentum)
+        if self.settings.contrast == "instance-memory":
+            m = self.settings.momentum
+            for i, name in enumerate(k):
+                k[name] = F.normalize(m * k[name] + (1 - m) * q[name].detach(), dim=1)
+                learner.stored_keys[i, index] = k[name]
+        learner.instance_memory.enqueue(k[learner.instance_projection], torch.zeros_like(index))
+        for task in active:
+            task.memory.enqueue(k[task.projection], task.y[index])
+
+    # ---- label refresh ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _renew_labels(self) -> tuple[dict[str, Any], Refresh]:
+        """Renew y and s of every task from all images without augmentation (Eq. 5, 6)."""
+        h, q = self.features()
+        for name, task in self.learner.tasks.items():
+            q_task = q[task.projection]
+            seen = self._classifier_sees(h, q_task)
+            y = self._next_labels(task, seen, q_task, h)
+            churn = torch.ne(y, task.y).float().mean().item()
+            task.s.copy_(labels.count_swaps(task.s, y, task.y))
+            task.y.copy_(y)
+            if self.epoch <= task.plan.begins:  # the labels so far were random: no swap means anything
+                churn = math.nan
+                task.s.fill_(1)
+            if name == "cluster":
+                refresh = Refresh(task.classifier(seen).softmax(1), q_task)
+                figures = metrics.health(refresh.p, self._memory_assignment(task, q_task), q_task, churn)
+                if not self.learns(task) and not self.instance_alone:  # there are no clusters yet to speak of
+                    figures |= dict.fromkeys(figures.keys() - {"spread"}, math.nan)
+        return figures, refresh
+
+    def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor, h: Tensor) -> Tensor:
+        """The labels that the next epoch learns from."""
+        settings, C = self.settings, task.n_clusters
+        if self.instance_alone:
+            y = k_means(seen, C)[0]
+            task.classifier.start_from(seen, y)
+            return y
+        if not self.learns(task):
+            return task.y
+        age = self.epoch - task.plan.begins
+        if age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
+            y = spectral_partition(F.normalize(h - h.mean(0), dim=1) if getattr(settings, "pp", False) else q, C, getattr(settings, "pt", settings.temperature), getattr(settings, "pn", 5))
+            y = torch.from_numpy(labels.match_ids(y.cpu().numpy(), task.y.cpu().numpy(), C)).to(y.device)
+            if age == 0:
+                task.classifier.start_from(seen, y)
+                order = torch.randperm(len(q), device=q.device)
+                task.memory.enqueue(q[order], y[order])
+            return y
+        p = task.classifier(seen) if settings.online else self._memory_assignment(task, q)
+        return labels.merge_and_split(labels.most_likely(p), q, C, settings.min_cluster_size * self.n_images / C)
+
+    @property
+    def instance_alone(self) -> bool:
+        return "cluster" not in self.settings.tasks
+
+    def _memory_assignment(self, task: ClusterTask, q: Tensor) -> Tensor:
+        """p~ of all images (N x C, Eq. 3)."""
+        parts = [
+            core.bank_similarity(part, task.memory.keys, self.settings.temperature) for part in q.split(INFERENCE_BATCH)
+        ]
+        return core.memory_assignment(torch.cat(parts))
+
+    @torch.no_grad()
+    def features(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """h (N x D) and q of each projection (N x d) of all images, without augmentation."""
+        encoder = self.learner.encoder.eval()
+        hs, qs = [], []
+        for part in self.images.split(INFERENCE_BATCH):
+            with self._mixed_precision():
+                h, q = encoder(part.float().div(255).contiguous(memory_format=torch.channels_last))
+            hs.append(h)
+            qs.append(q)
+        return torch.cat(hs), {name: torch.cat([q[name] for q in qs]) for name in qs[0]}
+
+    # ---- surroundings ----------------------------------------------------------------------------
+
+    def _mixed_precision(self) -> torch.autocast:
+        on = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on)
+
+    def _own_random_numbers(self, stream: int) -> contextlib.AbstractContextManager[None]:
+        """Seed torch for one epoch; the caller's random state is as before afterwards."""
+        return own_random_numbers(self.settings.random_state, stream, self.device)
+
+    def _measure_colours(self) -> None:
+        """Let the encoder subtract the mean colour of the images and divide by their deviation."""
+        sums = torch.zeros(2, self.images.shape[1], dtype=torch.float64)
+        for part in self.images.split(INFERENCE_BATCH):
+            x = part.double() / 255
+            sums += torch.stack([x.mean((2, 3)).sum(0), x.square().mean((2, 3)).sum(0)]).cpu()
+        mean, square = sums / self.n_images
+        std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1e-3)
+        for encoder in filter(None, (self.learner.encoder, self.learner.twin)):
+            encoder.mean.copy_(mean[:, None, None])
+            encoder.std.copy_(std[:, None, None])
+
+    # ---- state -----------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Tensor]:
+        """All tensors that a resumed run needs; with the epoch, the settings and the images it is whole."""
+        tensors = {f"learner.{name}": value for name, value in self.learner.state_dict().items()}
+        for i, parameter in enumerate(self.trained):
+            velocity = self.optimiser.state[parameter].get("momentum_buffer")
+            if velocity is not None:
+                tensors[f"velocity.{i}"] = velocity
+        return tensors
+
+    def load_state(self, tensors: dict[str, Tensor], epoch: int) -> None:
+        """Go on from ``state()`` after ``epoch`` epochs."""
+        prefix = "learner."
+        self.learner.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        for i, parameter in enumerate(self.trained):
+            if (velocity := tensors.get(f"velocity.{i}")) is not None:
+                self.optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(velocity)
+        self.epoch = epoch
+
+
+@contextlib.contextmanager
+def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> Iterator[None]:
+    """Seed torch from (seed, stream) inside the block and restore the caller's random state after it."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(int(np.random.SeedSequence([seed or 0, stream]).generate_state(1, np.uint64)[0] >> 1))
+        yield
+
+
+def choose_augmentation(augment: str | Augmentation, n_channels: int) -> Augmentation:
+    """The callable behind the setting ``augment``."""
+    if not isinstance(augment, str):
+        return augment
+    if augment == "auto":
+        augment = "strokes" if n_channels == 1 else "natural"
+    return AUGMENTATIONS[augment]
+
+
+def choose_device(device: str) -> torch.device:
+    """The device behind the setting ``device``."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); expected auto, cpu, cuda or mps."
+        ) from error
+    return chosen
