@@ -27,15 +27,16 @@ def natural(x: Tensor) -> Tensor:
 def strokes(x: Tensor) -> Tensor:
     """Views for digits, glyphs and drawings, where a flip or a crop can change the meaning."""
     n, device = len(x), x.device
-    angle = uniform(n, -15, 15, device) * (math.pi / 180)
-    shear = uniform(n, -0.2, 0.2, device)
-    scale_x, scale_y = uniform(n, 0.8, 1.2, device), uniform(n, 0.8, 1.2, device)
+    angle = uniform(n, -12, 12, device) * (math.pi / 180)
+    shear = uniform(n, -0.16, 0.16, device)
+    scale_x, scale_y = uniform(n, 0.84, 1.16, device), uniform(n, 0.84, 1.16, device)
+    shift_x, shift_y = uniform(n, -0.16, 0.16, device), uniform(n, -0.16, 0.16, device)  # of half the side
     cos, sin = angle.cos(), angle.sin()
     # Maps places in the view to places in the image: scale, then shear, then turn, then shift.
     theta = torch.stack(
         [
-            torch.stack([cos / scale_x, (cos * shear - sin) / scale_y, uniform(n, -0.2, 0.2, device)], 1),
-            torch.stack([sin / scale_x, (sin * shear + cos) / scale_y, uniform(n, -0.2, 0.2, device)], 1),
+            torch.stack([cos / scale_x, (cos * shear - sin) / scale_y, shift_x], 1),
+            torch.stack([sin / scale_x, (sin * shear + cos) / scale_y, shift_y], 1),
         ],
         1,
     )

@@ -127,9 +127,10 @@ def parse(argv: list[str]) -> Fit | Predict | Evaluate:
 
 def fit(command: Fit, argv: list[str], console: "Console") -> None:
     from semclust import fitting
-    from semclust.data import open_images, read_labels
+    from semclust.data import open_images
     from semclust.display import Display, show_clusters
     from semclust.run_folder import RunFolder, fingerprint
+    from semclust.truth import read_labels
 
     if command.resume:
         run = RunFolder.open(command.resume)
@@ -216,8 +217,9 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     from rich.table import Table
 
     from semclust import metrics
-    from semclust.data import open_images, read_labels
+    from semclust.data import open_images
     from semclust.run_folder import RunFolder, read_assignments
+    from semclust.truth import read_labels
 
     run = RunFolder.open(command.run)
     names, clusters = read_assignments(run.assignments)

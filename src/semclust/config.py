@@ -34,10 +34,10 @@ class Settings:
     """Number of clusters C."""
 
     # ---- how long and how fast ----------------------------------------------------------------
-    epochs: int = setting(60, low=1)
+    epochs: int = setting(50, low=1)
     """Passes over the images."""
     batch_size: int | None = setting(None, low=2)
-    """Images a step. None: 256, and fewer for small sets, so that an epoch has at least 24 steps."""
+    """Images a step. None: 256, and fewer for small sets, so that an epoch has at least 36 steps."""
     learning_rate: float = setting(0.06, low=0)
     """Peak learning rate of SGD; it decays to 0 along a cosine."""
     weight_decay: float = setting(5e-4, low=0)
@@ -95,9 +95,9 @@ class Settings:
     # ---- what the default adds to the paper --------------------------------------------------
     over_factor: int = setting(4, low=2)
     """Clusters of the task "over", as a multiple of C."""
-    over_from: float = setting(0.2, low=0, high=1)
+    over_from: float = setting(0.25, low=0, high=1)
     """Share of the epochs after which the task "over" joins instance contrast."""
-    cluster_from: float = setting(0.6, low=0, high=1)
+    cluster_from: float = setting(0.65, low=0, high=1)
     """Share of the epochs after which the tasks "cluster" and "under" join. Their labels start from a
     spectral partition of the features; at 0 they start at random, as in the paper."""
     guided_until: float = setting(0.9, low=0, high=1)
@@ -106,7 +106,7 @@ class Settings:
     assign_by: Literal["query", "key"] = "key"
     """Whose distances to the memory the classifier learns from: the paper's query, or the key, which
     is another view: this asks the classifier to agree across views."""
-    attraction: float = setting(0.5, low=0)
+    attraction: float = setting(1.0, low=0)
     """Weight of a term that pulls a query towards the bank of its own cluster; 0 in the paper."""
 
     # ---- the paper's ablations ---------------------------------------------------------------

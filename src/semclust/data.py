@@ -5,29 +5,39 @@
     images.pixels                               # N x H x W x c, uint8
     images.names, images.skipped                # one name for each row; what could not be read, and why
 
-    read_labels("labels.csv", images.names)     # for evaluation only
-
 Shapes: N images, H x W pixels, c channels.
 """
 
-import csv
 import math
 import os
 import re
 import stat
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from semclust.errors import InputError
+from semclust.arrays import (
+    BYTE_RANGE,
+    Range,
+    Size,
+    check_array,
+    choose_range,
+    chunks,
+    numpy_file,
+    resize,
+    scale,
+    with_channels,
+)
+from semclust.errors import InputError, in_short
+from semclust.truth import LABEL_KEYS, check_labels
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff", ".bmp")
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP")  # Pillow knows more, some of which run other programs
@@ -35,15 +45,11 @@ ACCEPTED = (
     f"a folder of images, an image file ({' '.join(s[1:] for s in SUFFIXES)}), a list of image files, a .npy or .npz "
     'file, an array (N x H x W or N x H x W x c), or "digits"'
 )
-IMAGE_KEYS, LABEL_KEYS = ("images", "x", "X"), ("labels", "y")
+IMAGE_KEYS = ("images", "x", "X")  # in a .npz
 SMALLEST, LARGEST = 16, 96  # of the shorter side, where no size is asked for
-BYTE_RANGE = (0.0, 255.0)
 FILES_AT_ONCE = 512  # handed to the threads: bounds the memory for waiting work, and the wait after Ctrl-C
-CHUNK_VALUES = 2**22  # array values converted at once
 
-Size = tuple[int, int]  # H, W
 AskedSize = int | Size | None
-Range = tuple[float, float]
 OnImage = Callable[[int], None] | None
 
 
@@ -73,7 +79,7 @@ def open_images(
     channels: None: 1 if all files are grey, else 3; arrays keep theirs.
     value_range: values of a float array that become 0 and 255; values outside are clipped. None: 0 to 1 if
         all lie there, else the lowest and the highest. Bytes and files have no use for it.
-    on_image: called with the number of files done since the last call.
+    on_image: called after each file with the number of files in all.
 
     The word "digits" is scikit-learn's set of digits; a folder of that name is "./digits".
     """
@@ -218,7 +224,7 @@ def _in_threads(work: Callable[[Any], Any], items: Sequence[Any], on_image: OnIm
             for result in pool.map(attempt, items[start : start + FILES_AT_ONCE]):
                 results.append(result)
                 if on_image:
-                    on_image(1)
+                    on_image(len(items))
     return results
 
 
@@ -233,8 +239,7 @@ def _reason(error: Exception) -> str:
             return "not an image in a format that is read here"
         case Image.DecompressionBombError():
             return f"more pixels than PIL.Image.MAX_IMAGE_PIXELS = {Image.MAX_IMAGE_PIXELS} allows"
-    text = " ".join((getattr(error, "strerror", None) or str(error)).split())[:120]
-    return text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} {text}".strip()
+    return in_short(error)
 
 
 def _complain_if_most_are(skipped: dict[str, str], names: list[str]) -> None:
@@ -325,129 +330,26 @@ def _as_array(data: Any) -> np.ndarray:
 def _from_array(
     array: np.ndarray, source: str, size: AskedSize, channels: int | None, value_range: Range | None, labels: Any = None
 ) -> Images:
-    _check_array(array)
-    value_range = BYTE_RANGE if array.dtype == np.uint8 else _choose_range(array, value_range)
+    check_array(array)
+    value_range = BYTE_RANGE if array.dtype == np.uint8 else choose_range(array, value_range)
     n, H, W, c = (array := array[..., None] if array.ndim == 3 else array).shape
     size, channels = choose_size([(H, W)], size), channels or c
     if (c, channels) not in {(c, c), (1, 3), (3, 1), (4, 3), (4, 1)}:
         raise InputError(f"Images of {c} channels cannot be turned into {channels}; hand over {channels} channels.")
-    labels = None if labels is None else _check_labels(labels, n, source)
+    labels = None if labels is None else check_labels(labels, n, source)
     names = [str(row) for row in range(n)]
     if array.dtype == np.uint8 and (H, W, c) == (*size, channels):
         return Images(np.ascontiguousarray(array), names, source, labels)  # a mapped file stays on disk
     pixels = np.empty((n, *size, channels), np.uint8)
-    for rows in _chunks(n, max(H * W * c, math.prod(size) * channels)):
-        part = array[rows] if array.dtype == np.uint8 else _scale(array[rows], value_range)
-        pixels[rows] = _resize(_with_channels(part, channels), size)
+    for rows in chunks(n, max(H * W * c, math.prod(size) * channels)):
+        part = array[rows] if array.dtype == np.uint8 else scale(array[rows], value_range)
+        pixels[rows] = resize(with_channels(part, channels), size)
     return Images(pixels, names, source, labels, value_range=value_range)
-
-
-def _check_array(array: np.ndarray) -> None:
-    shape, dtype, hint = array.shape, array.dtype, ""
-    if 0 in shape:
-        raise InputError(f"An array of shape {shape} holds no {'pixels' if shape[0] else 'images'}; expected some.")
-    if array.ndim not in (3, 4) or (array.ndim == 3 and shape[2] <= 4) or (array.ndim == 4 and shape[3] > 4):
-        if array.ndim == 2:
-            hint = " For one grey image use X[None]; for images flattened to rows, X.reshape(-1, H, W)."
-        elif array.ndim == 3:
-            hint = " This looks like one image (H x W x c): use X[None]."
-        elif array.ndim == 4 and shape[1] <= 4:
-            hint = " This looks like N x c x H x W: use X.transpose(0, 2, 3, 1)."
-        raise InputError(f"An array of shape {shape}: expected N x H x W or N x H x W x c with 1 to 4 channels.{hint}")
-    if dtype != np.uint8 and dtype.kind != "f":
-        if dtype.kind == "b":
-            hint = " Use X.astype(np.uint8) * 255."
-        elif dtype.kind in "iu":
-            low, high = array.min(), array.max()
-            fits = low >= 0 and high <= 255
-            use = "X.astype(np.uint8)" if fits else "X.astype(np.float32), which is scaled by its range"
-            hint = f" The values are {low} to {high}: use {use}."
-        raise InputError(f"An array of {dtype}: expected uint8 (0 to 255) or floats.{hint}")
-
-
-def _chunks(n: int, values_each: int) -> Iterator[slice]:
-    rows = max(1, CHUNK_VALUES // values_each)
-    return (slice(start, start + rows) for start in range(0, n, rows))
-
-
-def _choose_range(array: np.ndarray, asked: Range | None) -> Range:
-    """The values of a float array that become 0 and 255."""
-    low, high, n_bad, first_bad = math.inf, -math.inf, 0, ""
-    for rows in _chunks(len(array), array[0].size):
-        bad = ~np.isfinite(array[rows])
-        if bad.any():
-            n_bad += int(bad.sum())
-            image, *rest = np.argwhere(bad)[0].tolist()
-            first_bad = first_bad or f"X{[rows.start + image, *rest]}"
-        low, high = min(low, float(array[rows].min())), max(high, float(array[rows].max()))
-    if n_bad:
-        raise InputError(
-            f"{n_bad} of {array.size} values are NaN or infinite, the first is {first_bad}; "
-            "replace them (np.nan_to_num) or leave those images out."
-        )
-    if asked is None:
-        return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-    if tuple(asked) == BYTE_RANGE and low >= 0 and 0 < high <= 1:  # a set of black images is less likely
-        raise InputError("All values lie within 0 to 1, where 0 to 255 is expected: use X * 255.")
-    return float(asked[0]), float(asked[1])
-
-
-def _scale(part: np.ndarray, value_range: Range) -> np.ndarray:
-    low, high = value_range
-    share = (part.astype(np.float64) - low) / ((high - low) or 1.0)  # constant images become black
-    return np.rint(share.clip(0, 1) * 255).astype(np.uint8)
-
-
-def _with_channels(part: np.ndarray, channels: int) -> np.ndarray:
-    """n x H x W x c bytes with another c, by the same formulas as Pillow's for files."""
-    if part.shape[3] == 4 and channels < 4:
-        colour, alpha = part[..., :3].astype(np.uint32), part[..., 3:].astype(np.uint32)
-        part = ((colour * alpha + 255 * (255 - alpha) + 127) // 255).astype(np.uint8)
-    if part.shape[3] == 3 and channels == 1:
-        luminance = part.astype(np.uint32) @ np.array([[19595], [38470], [7471]], np.uint32)
-        part = ((luminance + 2**15) >> 16).astype(np.uint8)
-    return part.repeat(3, axis=3) if part.shape[3] == 1 and channels == 3 else part
-
-
-def _resize(part: np.ndarray, size: Size) -> np.ndarray:
-    """n x h x w x c bytes to n x H x W x c: scaled to cover ``size``, then the centre cut out."""
-    (h, w), (H, W) = part.shape[1:3], size
-    if (h, w) == size:
-        return part
-    import torch
-    from torch.nn.functional import interpolate
-
-    scale = max(H / h, W / w)
-    cover = max(H, round(h * scale)), max(W, round(w * scale))
-    x = torch.from_numpy(np.array(part)).permute(0, 3, 1, 2).float()
-    x = interpolate(x, size=cover, mode="bilinear", align_corners=False, antialias=True)
-    top, left = (cover[0] - H) // 2, (cover[1] - W) // 2
-    x = x[:, :, top : top + H, left : left + W].round().clamp(0, 255).byte()
-    return x.permute(0, 2, 3, 1).numpy()
-
-
-# ---- .npy and .npz ---------------------------------------------------------------------------------
-
-
-@contextmanager
-def _numpy_file(path: Path) -> Iterator[Any]:
-    """The array in a .npy (mapped), or the open .npz. Nothing is ever unpickled."""
-    try:
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
-        with nullcontext() if isinstance(loaded, np.ndarray) else loaded:
-            yield loaded
-    except InputError:
-        raise
-    except Exception as error:  # of zip, zlib, header or memory: a damaged file can raise any of them
-        raise InputError(
-            f"{str(path)!r} is damaged or holds Python objects, which are never loaded ({_reason(error)}); "
-            "write it again with np.save or np.savez from arrays of numbers."
-        ) from error
 
 
 def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
     """Images and, where a .npz has them, labels."""
-    with _numpy_file(path) as loaded:
+    with numpy_file(path) as loaded:
         if isinstance(loaded, np.ndarray):
             return loaded, None
         keys = [key for key in IMAGE_KEYS if key in loaded] or [key for key in loaded if key not in LABEL_KEYS]
@@ -456,78 +358,3 @@ def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
                 f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
             )
         return loaded[keys[0]], next((loaded[key] for key in LABEL_KEYS if key in loaded), None)
-
-
-# ---- labels, for evaluation ------------------------------------------------------------------------
-
-
-def read_labels(source: str | Path, names: list[str]) -> np.ndarray:
-    """Labels (strings or integers) in the order of ``names``.
-
-    source: a CSV file with the columns path and label; a .npy, or a .npz with the key labels or y, with one label
-        for each name; or the word "folders": the folder that an image lies in is its label.
-    """
-    if source == "folders":
-        folders = [PurePosixPath(name).parent.as_posix() for name in names]
-        if len(set(folders)) > 1:
-            return np.array(folders)
-        raise InputError(
-            f'labels "folders": all {len(names)} images lie in one folder; expected one for each class. '
-            "Use a CSV file with the columns path and label."
-        )
-    path = Path(source)
-    if not os.path.isfile(path):
-        raise InputError(f'There is no file of labels {str(source)!r}; expected a .csv, .npy or .npz, or "folders".')
-    if path.suffix.lower() not in (".npy", ".npz"):
-        return _labels_from_csv(path, names)
-    with _numpy_file(path) as loaded:
-        if isinstance(loaded, np.ndarray):
-            return _check_labels(loaded, len(names), path.name)
-        for key in LABEL_KEYS:
-            if key in loaded:
-                return _check_labels(loaded[key], len(names), path.name)
-        raise InputError(f"{str(path)!r} holds the arrays {list(loaded)}; expected one named labels or y.")
-
-
-def _labels_from_csv(path: Path, names: list[str]) -> np.ndarray:
-    labels: dict[str, str] = {}
-    try:
-        # A byte order mark is what Excel writes; surrogates stand for file names that are not UTF-8.
-        with path.open(newline="", encoding="utf-8-sig", errors="surrogateescape") as lines:
-            rows = csv.DictReader(lines, restval="")
-            rows.fieldnames = columns = [column.strip() for column in rows.fieldnames or []]
-            if not {"path", "label"} <= set(columns):
-                raise InputError(f"{str(path)!r} has the columns {columns}; expected path,label in the first line.")
-            for row in rows:
-                name, label = PurePosixPath(row["path"]).as_posix(), row["label"].strip()
-                if label and labels.setdefault(name, label) != label:
-                    raise InputError(
-                        f"{str(path)!r} gives {name!r} two labels, {labels[name]!r} and {label!r} "
-                        f"(line {rows.line_num}); leave one."
-                    )
-    except csv.Error as error:
-        raise InputError(f"{str(path)!r} cannot be read as a CSV file ({error}).") from error
-    wanted = [PurePosixPath(name).as_posix() for name in names]
-    if missing := [name for name in wanted if name not in labels]:
-        raise InputError(
-            f"{len(missing)} of {len(names)} images have no label in {str(path)!r}, the first are {missing[:3]}; "
-            "add them. Paths are relative to the folder of images, with /."
-        )
-    found = [labels[name] for name in wanted]
-    whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", label) for label in found)  # 01 and 1 stay two labels
-    return np.array([int(label) for label in found] if whole else found)
-
-
-def _check_labels(labels: np.ndarray, n: int, source: str) -> np.ndarray:
-    """One integer or string for each of ``n`` images."""
-    if labels.shape not in ((n,), (n, 1)):
-        raise InputError(
-            f"The labels in {source!r} have the shape {labels.shape}; expected {n}, one for each image that was read. "
-            "Where files were skipped, use a CSV file with the columns path and label."
-        )
-    labels = np.array(labels).reshape(n)
-    if labels.dtype.kind in "biu" or (labels.dtype.kind == "f" and (labels == np.rint(labels)).all()):
-        return labels.astype(np.int64)
-    if labels.dtype.kind != "U":
-        raise InputError(f"The labels in {source!r} are {labels.dtype}; expected integers or strings.")
-    return labels

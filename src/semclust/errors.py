@@ -19,3 +19,9 @@ class TrainingError(SemclustError, RuntimeError):
 
 class MissingPackageError(SemclustError, ImportError):
     """An optional package that is not installed."""
+
+
+def in_short(error: Exception) -> str:
+    """What another library says went wrong, in a few words on one line."""
+    text = " ".join((getattr(error, "strerror", None) or str(error)).split())[:120]
+    return text if text and isinstance(error, (OSError, ValueError)) else f"{type(error).__name__} {text}".strip()

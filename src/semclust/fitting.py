@@ -50,14 +50,15 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
     watcher = watcher or Watcher()
     started = time.monotonic()
     training = start(images, settings)
-    if run is not None and run.checkpoint.exists():
-        training.load_state(*run.read_checkpoint())
+    history: list[dict[str, Any]] = []
+    if run is not None:
+        if run.checkpoint.exists():
+            tensors, epoch = run.read_checkpoint()
+            training.load_state(tensors, epoch, run.checkpoint)
         run.drop_metrics_after(training.epoch)
-    elif run is not None:
-        run.drop_metrics_after(0)
+        history = run.read_metrics()
     watcher.begin(training)
 
-    history: list[dict[str, Any]] = []
     warnings: list[str] = []
     while training.epoch < settings.epochs:
         row, refresh = training.run_epoch(watcher.step)
@@ -111,7 +112,6 @@ def summarise(fitted: Fitted, images: Images) -> dict[str, Any]:
     labels, p = fitted.labels, fitted.p
     sizes = np.bincount(labels, minlength=p.shape[1])
     figures = metrics.evaluate(labels, images.labels) if images.labels is not None else {}
-    score = metrics.label_free_score(torch.from_numpy(p))
     return {
         "semclust": __version__,
         "torch": torch.__version__,
@@ -121,7 +121,7 @@ def summarise(fitted: Fitted, images: Images) -> dict[str, Any]:
         "n_skipped": len(images.skipped),
         "image_shape": list(fitted.predictor.image_shape),
         "seconds": round(fitted.seconds, 1),
-        "score": score,
+        "score": fitted.history[-1]["score"],  # label-free
         **figures,
         "clusters": [
             {"cluster": c, "size": int(sizes[c]), "confidence": _mean(p[labels == c, c])} for c in range(len(sizes))

@@ -56,14 +56,15 @@ def health(p: Tensor, p_memory: Tensor, q: Tensor, churn: float) -> dict[str, An
     N, C = p.shape
     y = p.argmax(1)
     sizes = y.bincount(minlength=C)
+    agreement = (y == p_memory.argmax(1)).float().mean().item()
     return {
         "churn": churn,  # share of images whose label changed
-        "agreement": (y == p_memory.argmax(1)).float().mean().item(),  # of classifier and memory
+        "agreement": agreement,  # share of images on whose cluster classifier and memory agree
         "confidence": p.max(1).values.mean().item(),
         "spread": 1 - q.mean(0).square().sum().item(),  # variance of unit vectors: 0 is collapse
         "smallest": sizes.min().item() / N,
         "largest": sizes.max().item() / N,
-        "score": label_free_score(p),
+        "score": label_free_score(agreement, sizes),
         "sizes": " ".join(map(str, sizes.tolist())),
     }
 
@@ -92,10 +93,9 @@ def complaints(row: dict[str, Any], settings: Settings, semantic: bool) -> list[
     return found
 
 
-def label_free_score(p: Tensor) -> float:
-    """Information that the classifier gives about an image, 0 to 1: high when it is sure of each
-    image (low entropy) and uses all clusters alike (high entropy of the mean)."""
-    p = p.double().clamp(min=1e-12)
-    mean = p.mean(0)
-    information = (p * p.log()).sum(1).mean() - (mean * mean.log()).sum()
-    return information.item() / math.log(p.shape[1])
+def label_free_score(agreement: float, sizes: Tensor) -> float:
+    """How far a clustering can be trusted without labels, 0 to 1: agreement of classifier and memory,
+    times the evenness of the cluster sizes (their entropy), without which one giant cluster would win."""
+    share = sizes.double() / sizes.sum()
+    entropy = -(share * share.clamp(min=1e-12).log()).sum().item()
+    return agreement * entropy / math.log(len(sizes))

@@ -88,20 +88,29 @@ class RunFolder:
                 writer.writerow(row)
             writer.writerow("" if value != value else value for value in row.values())  # NaN: an empty cell
 
-    def read_metrics(self) -> list[dict[str, str]]:
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The rows as ``append_metrics`` got them; an empty cell is NaN."""
         if not self.metrics.exists():
             return []
-        with open(self.metrics, newline="", encoding="utf-8") as file:
-            return list(csv.DictReader(file))
+
+        def value(name: str, cell: str) -> Any:
+            return cell if name == "sizes" and cell else int(cell) if name == "epoch" else float(cell or "nan")
+
+        try:
+            with open(self.metrics, newline="", encoding="utf-8") as file:
+                return [{name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+        except (TypeError, ValueError) as error:
+            raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
 
     def drop_metrics_after(self, epoch: int) -> None:
         """Forget rows of epochs that no checkpoint holds: they are about to be repeated."""
         if not self.metrics.exists():
             return
-        lines = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [line for line in lines[1:] if line.endswith("\n") and int(line.split(",", 1)[0]) <= epoch]
-        write_whole(self.metrics, "".join([*lines[:1], *kept] if kept else []).encode())
-        if not kept:
+        header, *rows = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+        kept = [row for row in rows if row.endswith("\n") and int(row.split(",", 1)[0]) <= epoch]
+        if kept:
+            write_whole(self.metrics, "".join([header, *kept]).encode())
+        else:
             self.metrics.unlink()
 
     def write_checkpoint(self, tensors: dict[str, Tensor], epoch: int) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -34,11 +35,12 @@ from semclust.model import (
     momentum_twin,
 )
 from semclust.partition import k_means, spectral_partition
+from semclust.storage import load_into
 
 SGD_MOMENTUM = 0.9
 INFERENCE_BATCH = 1024
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
-STEPS_AN_EPOCH = 24  # at least, by smaller batches where images are few
+STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 
 
 class Learner(nn.Module):
@@ -112,7 +114,7 @@ class Training:
         self.settings, self.device, self.augmentation = settings, device, augmentation
         self.epoch = 0
         self.n_images = len(pixels)
-        self.images = torch.from_numpy(np.ascontiguousarray(pixels)).to(device).permute(0, 3, 1, 2)  # N x c x H x W
+        self.images = torch.tensor(pixels).to(device).permute(0, 3, 1, 2)  # N x c x H x W
         self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
         with self._own_random_numbers(0):
             self.learner = Learner(settings, pixels.shape[1:], self.n_images)
@@ -263,7 +265,7 @@ class Training:
         for name, task in self.learner.tasks.items():
             q_task = q[task.projection]
             seen = self._classifier_sees(h, q_task)
-            y = self._next_labels(task, seen, q_task, h)
+            y = self._next_labels(task, seen, q_task)
             churn = torch.ne(y, task.y).float().mean().item()
             task.s.copy_(labels.count_swaps(task.s, y, task.y))
             task.y.copy_(y)
@@ -277,7 +279,7 @@ class Training:
                     figures |= dict.fromkeys(figures.keys() - {"spread"}, math.nan)
         return figures, refresh
 
-    def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor, h: Tensor) -> Tensor:
+    def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor) -> Tensor:
         """The labels that the next epoch learns from."""
         settings, C = self.settings, task.n_clusters
         if self.instance_alone:
@@ -288,7 +290,7 @@ class Training:
             return task.y
         age = self.epoch - task.plan.begins
         if age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
-            y = spectral_partition(F.normalize(h - h.mean(0), dim=1) if getattr(settings, "pp", False) else q, C, getattr(settings, "pt", settings.temperature), getattr(settings, "pn", 5))
+            y = spectral_partition(q, C, settings.temperature)
             y = torch.from_numpy(labels.match_ids(y.cpu().numpy(), task.y.cpu().numpy(), C)).to(y.device)
             if age == 0:
                 task.classifier.start_from(seen, y)
@@ -354,10 +356,11 @@ class Training:
                 tensors[f"velocity.{i}"] = velocity
         return tensors
 
-    def load_state(self, tensors: dict[str, Tensor], epoch: int) -> None:
-        """Go on from ``state()`` after ``epoch`` epochs."""
+    def load_state(self, tensors: dict[str, Tensor], epoch: int, source: Path) -> None:
+        """Go on from ``state()`` after ``epoch`` epochs; ``source`` is named where it does not fit."""
         prefix = "learner."
-        self.learner.load_state_dict({k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)})
+        learner = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        load_into(self.learner, learner, source)
         for i, parameter in enumerate(self.trained):
             if (velocity := tensors.get(f"velocity.{i}")) is not None:
                 self.optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(velocity)

@@ -1,0 +1,212 @@
+"""Accuracy against brute force, NMI and ARI against scikit-learn, and the figures that need no label."""
+
+import math
+import re
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
+
+import naive
+from semclust import metrics
+from semclust.config import Settings
+from semclust.metrics import clustering_accuracy, complaints, contingency, evaluate, health, label_free_score
+
+repeatable = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+@st.composite
+def labelled(draw):
+    """Cluster ids and true classes, of numbers that may differ."""
+    N, C, classes = draw(st.integers(1, 25)), draw(st.integers(1, 5)), draw(st.integers(1, 5))
+    ids = st.lists(st.integers(0, C - 1), min_size=N, max_size=N)
+    truth = st.lists(st.integers(0, classes - 1), min_size=N, max_size=N)
+    return np.array(draw(ids)), np.array(draw(truth))
+
+
+# With labels.
+
+
+@repeatable
+@given(labelled())
+def test_accuracy_against_every_map_of_clusters_to_classes(case):
+    predicted, true = case
+    right = naive.best_agreement(predicted.tolist(), true.tolist(), 5)
+    assert clustering_accuracy(predicted, true) == pytest.approx(right / len(true))
+
+
+@repeatable
+@given(labelled())
+def test_evaluate_agrees_with_scikit_learn(case):
+    predicted, true = case
+    figures = evaluate(predicted, true)
+    assert list(figures) == ["acc", "nmi", "ari"] and all(type(value) is float for value in figures.values())
+    assert figures["acc"] == clustering_accuracy(predicted, true)
+    assert figures["nmi"] == pytest.approx(normalized_mutual_info_score(true, predicted))
+    assert figures["ari"] == pytest.approx(adjusted_rand_score(true, predicted))
+
+
+@pytest.mark.parametrize(
+    "predicted, true, accuracy",
+    [
+        ([0, 0, 1, 1, 2, 2], [0, 0, 1, 1, 1, 1], 4 / 6),  # a cluster left over is wrong
+        ([0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 2, 2], 4 / 6),  # as is a class left over
+        ([0, 0, 0, 0], [0, 1, 2, 3], 1 / 4),
+        ([0, 1, 2, 3], [0, 0, 0, 0], 1 / 4),
+        ([5, 5, -3, 900], [1, 1, 0, 7], 1.0),
+        ([0, 0, 1, 1, 1], [0, 0, 0, 0, 1], 3 / 5),  # not the map that suits the first cluster best
+    ],
+)
+def test_accuracy_where_clusters_and_classes_differ(predicted, true, accuracy):
+    assert clustering_accuracy(np.array(predicted), np.array(true)) == pytest.approx(accuracy)
+
+
+def test_accuracy_takes_the_best_map_as_a_whole_not_one_cluster_after_the_other():
+    predicted, true = np.repeat([0, 0, 1, 1], [6, 5, 5, 0]), np.repeat([0, 1, 0, 1], [6, 5, 5, 0])
+    best = max(sum(names[p] == t for p, t in zip(predicted, true, strict=True)) for names in permutations(range(2)))
+    assert best == 10
+    assert clustering_accuracy(predicted, true) == best / 16  # the greedy map would give 6
+
+
+def test_labels_may_be_words():
+    predicted = np.array([2, 2, 0, 0, 1])
+    true = np.array(["cat", "cat", "dog", "dog", "a bird"])
+    assert evaluate(predicted, true) == {"acc": 1.0, "nmi": pytest.approx(1), "ari": pytest.approx(1)}
+    assert clustering_accuracy(np.array(["x", "x", "y", "y", "y"]), true) == pytest.approx(4 / 5)
+
+
+def test_contingency_counts_classes_in_each_cluster():
+    table = contingency(np.array([7, 7, 3, 3, 3]), np.array(["b", "a", "b", "b", "c"]))
+    assert table.tolist() == [[0, 2, 1], [1, 1, 0]]
+
+
+def test_figures_in_words():
+    assert metrics.in_words({"acc": 0.5, "nmi": 0.25, "ari": 1 / 3}) == "ACC 0.5000  NMI 0.2500  ARI 0.3333"
+
+
+# Without labels.
+
+
+def random_assignments(N, C, seed=0):
+    return torch.from_numpy(np.random.default_rng(seed).dirichlet(np.full(C, 0.3), N))
+
+
+@pytest.mark.parametrize("N, C", [(40, 3), (7, 5), (1, 2)])
+def test_health_against_direct_computation(N, C):
+    p, p_memory = random_assignments(N, C, 0), random_assignments(N, C, 1)
+    q = torch.nn.functional.normalize(torch.randn(N, 6, dtype=torch.float64), dim=1)
+    row = health(p, p_memory, q, churn=0.125)
+    y, y_memory = naive.most_likely(p.tolist()), naive.most_likely(p_memory.tolist())
+    sizes = [y.count(j) for j in range(C)]
+    centre = naive.mean(q.tolist())
+    variance = sum(naive.squared_distance(q_i, centre) for q_i in q.tolist()) / N
+    assert row == {
+        "churn": 0.125,
+        "agreement": pytest.approx(sum(a == b for a, b in zip(y, y_memory, strict=True)) / N),
+        "confidence": pytest.approx(sum(max(p_i) for p_i in p.tolist()) / N),
+        "spread": pytest.approx(variance),
+        "smallest": pytest.approx(min(sizes) / N),
+        "largest": pytest.approx(max(sizes) / N),
+        "score": pytest.approx(label_free_score(p)),
+        "sizes": " ".join(str(size) for size in sizes),
+    }
+
+
+def test_spread_is_zero_for_equal_features_and_one_for_opposite_ones():
+    p = random_assignments(10, 3)
+    same = torch.eye(4)[:1].expand(10, 4)
+    opposite = torch.cat([same[:5], -same[:5]])
+    assert health(p, p, same, 0)["spread"] == pytest.approx(0)
+    assert health(p, p, opposite, 0)["spread"] == pytest.approx(1)
+
+
+@repeatable
+@given(N=st.integers(1, 20), C=st.integers(2, 6), seed=st.integers(0, 2**32 - 1))
+def test_score_is_the_mutual_information_of_image_and_cluster(N, C, seed):
+    p = random_assignments(N, C, seed)
+    rows = p.clamp(min=1e-300).tolist()
+    mean = naive.mean(rows)
+    information = sum(p_ij * math.log(p_ij / mean[j]) for p_i in rows for j, p_ij in enumerate(p_i)) / N
+    assert label_free_score(p) == pytest.approx(information / math.log(C), abs=1e-6)
+    assert -1e-6 <= label_free_score(p) <= 1 + 1e-6
+
+
+@pytest.mark.parametrize("C", [2, 7])
+def test_score_of_the_extremes(C):
+    assert label_free_score(torch.eye(C).repeat(5, 1)) == pytest.approx(1)
+    assert label_free_score(torch.full((20, C), 1 / C)) == pytest.approx(0, abs=1e-6)
+    assert label_free_score(torch.eye(C)[:1].repeat(20, 1)) == pytest.approx(0, abs=1e-6)
+
+
+# Complaints.
+
+
+def row_of(epoch=10, spread=0.8, sizes=(25, 25, 25, 25)):
+    return {
+        "epoch": epoch,
+        "spread": spread,
+        "largest": max(sizes) / sum(sizes),
+        "smallest": min(sizes) / sum(sizes),
+        "sizes": " ".join(map(str, sizes)),
+    }
+
+
+def say(row, semantic=True, **changes):
+    return complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes}), semantic)
+
+
+def settings_named(message):
+    """The settings that a message says to change, and the present value it states for each."""
+    return dict(re.findall(r"(\w+)(?: [\d.]+)? \(now ([^)]+)\)", message))
+
+
+def test_a_healthy_run_gives_no_complaint():
+    for epoch in (1, 5, 10):
+        for semantic in (False, True):
+            assert say(row_of(epoch), semantic) == []
+            assert say(row_of(epoch, spread=0.1, sizes=(70, 10, 10, 10)), semantic) == []
+
+
+@pytest.mark.parametrize("semantic", [False, True])
+def test_collapse_is_told_at_any_time_with_what_to_try(semantic):
+    chosen = {"momentum": 0.9, "learning_rate": 0.5, "warmup_epochs": 2, "projection_norm": False}
+    (message,) = say(row_of(3, spread=0.01), semantic, **chosen)
+    assert "collapsed" in message and "Try momentum" in message
+    assert settings_named(message) == {name: str(value) for name, value in chosen.items()}
+
+
+def test_a_giant_cluster_is_told_once_there_are_clusters():
+    row = row_of(5, sizes=(85, 5, 5, 5))
+    (message,) = say(row, epochs=50, min_cluster_size=0.0)
+    assert "One cluster holds more than 80%" in message and "try" in message
+    assert settings_named(message) == {"epochs": "50", "min_cluster_size": "0.0"}
+    assert say(row, semantic=False) == []
+
+
+def test_empty_clusters_are_told_at_the_end_with_a_smaller_number():
+    row = row_of(10, sizes=(50, 0, 50, 0))
+    (message,) = say(row)
+    assert "2 of 4 clusters are empty" in message and "n_clusters=2" in message
+    assert say(row, epochs=11) == []  # not before the last epoch
+    assert say(row, semantic=False) == []
+    (message,) = say(row_of(10, sizes=(30, 20, 10, 10, 20, 10, 10, 10, 10, 10, 0)), n_clusters=11)
+    assert "1 of 11" in message and "n_clusters=10" in message  # sizes such as 10 and 20 are not empty
+
+
+def test_the_number_of_clusters_that_is_proposed_is_never_below_two():
+    row = row_of(10, sizes=(100, 0, 0, 0))
+    giant, empty = say(row)
+    assert "One cluster" in giant and "3 of 4" in empty and "n_clusters=2" in empty
+
+
+def test_figures_of_epochs_without_clusters_give_no_complaint():
+    row = row_of(10) | dict.fromkeys(("largest", "smallest", "sizes"), math.nan)
+    assert say(row, semantic=False) == say(row, semantic=True) == []
+
+
+def test_all_troubles_are_told_together():
+    assert len(say(row_of(10, spread=0.0, sizes=(95, 5, 0, 0)))) == 3

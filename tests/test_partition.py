@@ -1,0 +1,245 @@
+"""k-means and the spectral partition on shapes whose groups are known."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.cluster import KMeans
+from sklearn.metrics import adjusted_rand_score
+
+from semclust import partition
+from semclust.partition import k_means, nearest, spectral_partition
+
+repeatable = settings(max_examples=25, deadline=None, derandomize=True)
+seeds = st.integers(0, 2**32 - 1)
+
+
+def agreement(labels, truth):
+    """1 where two partitions are the same up to the names of their groups."""
+    return adjusted_rand_score(truth, labels)
+
+
+def blobs(C, each, d=3, noise=0.05, seed=0):
+    """Groups around points at least 1 apart."""
+    rng = np.random.default_rng(seed)
+    centres = np.stack([rng.permutation(C) + rng.uniform(-0.1, 0.1, C) for _ in range(d)], 1)
+    y = np.repeat(np.arange(C), each)
+    x = centres[y] + noise * rng.standard_normal((len(y), d))
+    return torch.from_numpy(x).float(), y
+
+
+def lifted(plane):
+    """Points of the plane on the unit sphere: seen from below, they keep their neighbours."""
+    return F.normalize(torch.cat([plane, torch.ones(len(plane), 1)], 1), dim=1)
+
+
+def rings(n=400):
+    angle = torch.linspace(0, 4 * math.pi, n)
+    radius = torch.where(torch.arange(n) % 2 == 0, 0.3, 1.0) + 0.02 * torch.randn(n)
+    return lifted(torch.stack([angle.cos(), angle.sin()], 1) * radius[:, None]), torch.arange(n) % 2
+
+
+def arcs(n=400):
+    angle = torch.rand(n) * math.pi
+    second = torch.arange(n) % 2 == 1
+    across = torch.where(second, 1 - angle.cos(), angle.cos()) - 0.5
+    up = torch.where(second, 0.5 - angle.sin(), angle.sin()) - 0.25
+    return lifted(torch.stack([across, up], 1) + 0.03 * torch.randn(n, 2)), second.long()
+
+
+def inertia(x, labels, C):
+    return sum(((x[labels == j] - x[labels == j].mean(0)) ** 2).sum().item() for j in range(C) if (labels == j).any())
+
+
+# k-means.
+
+
+@repeatable
+@given(C=st.integers(2, 8), each=st.integers(3, 30), seed=seeds)
+def test_k_means_recovers_separated_blobs(C, each, seed):
+    x, y = blobs(C, each, seed=seed)
+    torch.manual_seed(seed % 1000)
+    labels, centres = k_means(x, C)
+    assert labels.shape == (C * each,) and labels.dtype == torch.int64 and centres.shape == (C, 3)
+    assert agreement(labels, y) == 1
+    for j in range(C):
+        torch.testing.assert_close(centres[j], x[labels == j].mean(0))
+
+
+@repeatable
+@given(C=st.integers(2, 9), d=st.integers(1, 6), spread=st.floats(0.05, 1.5), seed=seeds)
+def test_k_means_is_about_as_tight_as_that_of_scikit_learn(C, d, spread, seed):
+    rng = np.random.default_rng(seed)
+    centres = rng.standard_normal((C, d))
+    x = centres[rng.integers(0, C, 150)] + spread * rng.standard_normal((150, d))
+    torch.manual_seed(0)
+    labels, _ = k_means(torch.from_numpy(x), C)
+    reference = KMeans(C, n_init=10, random_state=0).fit(x).inertia_
+    assert inertia(x, labels.numpy(), C) <= 1.05 * reference
+
+
+def test_k_means_keeps_the_best_of_its_restarts():
+    x, _ = blobs(12, 8, d=2, noise=0.25, seed=3)
+    one, many = [], []
+    for seed in range(10):
+        torch.manual_seed(seed)
+        one.append(inertia(x, k_means(x, 12, restarts=1)[0], 12))
+        torch.manual_seed(seed)
+        many.append(inertia(x, k_means(x, 12, restarts=10)[0], 12))
+    assert all(best <= first + 1e-4 for best, first in zip(many, one, strict=True))  # the first start is the same
+    assert np.mean(many) < 0.97 * np.mean(one)
+
+
+def test_k_means_with_as_many_clusters_as_rows():
+    x, _ = blobs(6, 1, noise=0)
+    labels, centres = k_means(x, 6)
+    assert sorted(labels.tolist()) == list(range(6))
+    assert torch.equal(centres[labels], x)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_k_means_of_very_few_rows(n):
+    x = torch.eye(3)[:n]
+    labels, centres = k_means(x, n)
+    assert sorted(labels.tolist()) == list(range(n))
+    assert torch.equal(centres[labels], x)
+    labels, _ = k_means(x, 1)
+    assert labels.tolist() == [0] * n
+
+
+@pytest.mark.parametrize("n", [5, 60])
+def test_k_means_of_rows_that_are_all_the_same(n):
+    labels, centres = k_means(torch.full((n, 4), 0.3), 3)
+    assert len(set(labels.tolist())) == 1
+    torch.testing.assert_close(centres, torch.full((3, 4), 0.3))
+
+
+def test_k_means_with_fewer_different_rows_than_clusters():
+    x = torch.eye(2).repeat_interleave(20, 0)
+    labels, centres = k_means(x, 5)
+    assert labels.min() >= 0 and labels.max() < 5 and centres.isfinite().all()
+    assert agreement(labels, [0] * 20 + [1] * 20) == 1
+
+
+@pytest.mark.parametrize("cut", [k_means, lambda x, C: spectral_partition(x, C, 0.1)], ids=["k_means", "spectral"])
+def test_partitions_are_repeatable_under_a_seed(cut):
+    x = F.normalize(torch.randn(150, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+
+    def partition_of(seed):
+        torch.manual_seed(seed)
+        result = cut(x, 9)
+        return (result[0] if isinstance(result, tuple) else result).tolist()
+
+    assert partition_of(3) == partition_of(3)
+    assert any(partition_of(seed) != partition_of(3) for seed in range(4, 8))
+
+
+def test_nearest_against_a_loop():
+    rng = np.random.default_rng(0)
+    x, centre = rng.standard_normal((50, 3)), rng.standard_normal((40, 3))
+    distance, which = nearest(torch.from_numpy(x), torch.from_numpy(centre))
+    for i in range(50):
+        squared = [sum((x[i] - c) ** 2) for c in centre]
+        assert which[i] == int(np.argmin(squared))
+        assert distance[i].item() == pytest.approx(min(squared), abs=1e-10)
+
+
+def test_starts_of_k_means_are_spread_out():
+    x, y = blobs(5, 40, noise=0.01)
+    torch.manual_seed(0)
+    hit = [
+        len({int(y[(x - centre).norm(dim=1).argmin()]) for centre in partition._spread_out(x, 5)}) for _ in range(50)
+    ]
+    assert np.mean(hit) > 4.8  # five rows at random would fall into 3.4 of the 5 groups
+
+
+# Spectral partition.
+
+
+@pytest.mark.parametrize("shape", [rings, arcs])
+@pytest.mark.parametrize("seed", range(3))
+def test_spectral_partition_follows_shapes_that_k_means_cuts(shape, seed):
+    torch.manual_seed(seed)
+    x, y = shape()
+    assert agreement(spectral_partition(x, 2, tau=0.1), y) > 0.98
+    assert agreement(k_means(x, 2)[0], y) < 0.6
+
+
+@pytest.mark.parametrize("C, each", [(2, 10), (4, 5), (5, 60), (10, 30)])
+def test_spectral_partition_recovers_separated_groups(C, each):
+    torch.manual_seed(0)
+    y = torch.arange(C).repeat_interleave(each)
+    x = F.normalize(torch.eye(C, 12)[y] + 0.05 * torch.randn(C * each, 12), dim=1)
+    labels = spectral_partition(x, C, tau=0.1)
+    assert labels.shape == (C * each,) and labels.dtype == torch.int64
+    assert agreement(labels, y) == 1
+
+
+def test_spectral_partition_recovers_groups_of_very_different_sizes():
+    torch.manual_seed(0)
+    y = torch.arange(3).repeat_interleave(torch.tensor([400, 60, 20]))
+    x = F.normalize(torch.eye(3, 8)[y] + 0.1 * torch.randn(len(y), 8), dim=1)
+    assert agreement(spectral_partition(x, 3, tau=0.1), y) == 1
+
+
+@pytest.mark.parametrize("C", [2, 3, 10, 18, 19, 20])
+def test_spectral_partition_of_20_images_into_any_number(C):
+    torch.manual_seed(0)
+    labels = spectral_partition(F.normalize(torch.randn(20, 5), dim=1), C, tau=0.1)
+    assert labels.shape == (20,) and labels.min() >= 0 and labels.max() < C
+    assert len(labels.unique()) > C / 2
+
+
+@pytest.mark.parametrize("n, C", [(4, 2), (4, 4), (3, 2)])
+def test_spectral_partition_of_fewer_images_than_neighbours(n, C):
+    labels = spectral_partition(torch.eye(4)[:n], C, tau=0.1)
+    assert labels.shape == (n,) and labels.max() < C
+
+
+def test_spectral_partition_of_images_that_are_all_the_same():
+    labels = spectral_partition(torch.eye(4)[:1].repeat(30, 1), 3, tau=0.1)
+    assert labels.shape == (30,) and labels.min() >= 0 and labels.max() < 3
+
+
+# Chunks.
+
+
+@pytest.mark.parametrize("chunk", [1, 37, 200])
+def test_chunks_do_not_change_k_means(chunk, monkeypatch):
+    x = torch.randn(200, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def run():
+        torch.manual_seed(0)
+        return k_means(x, 7)
+
+    labels, centres = run()
+    monkeypatch.setattr(partition, "CHUNK", chunk)
+    in_chunks, centres_in_chunks = run()
+    assert torch.equal(labels, in_chunks)
+    torch.testing.assert_close(centres, centres_in_chunks)
+
+
+@pytest.mark.parametrize("chunk", [7, 64, 399])
+def test_chunks_do_not_change_the_spectral_partition(chunk, monkeypatch):
+    torch.manual_seed(0)
+    x, _ = arcs()
+    x = x.double()
+
+    def run():
+        torch.manual_seed(1)
+        return spectral_partition(x, 4, tau=0.1)
+
+    whole = run()
+    monkeypatch.setattr(partition, "CHUNK", chunk)
+    assert agreement(run(), whole) == 1
+
+
+def test_landmarks_from_a_sample_of_the_images_still_separate(monkeypatch):
+    torch.manual_seed(0)
+    x, y = rings(600)
+    monkeypatch.setattr(partition, "SAMPLE", 300)
+    assert agreement(spectral_partition(x, 2, tau=0.1), y) > 0.98
