@@ -282,23 +282,26 @@ class Training:
     def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor) -> Tensor:
         """The labels that the next epoch learns from."""
         settings, C = self.settings, task.n_clusters
-        if self.instance_alone:
-            y = k_means(seen, C)[0]
-            task.classifier.start_from(seen, y)
-            return y
-        if not self.learns(task):
-            return task.y
         age = self.epoch - task.plan.begins
-        if age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
-            y = spectral_partition(q, C, settings.temperature)
-            y = torch.from_numpy(labels.match_ids(y.cpu().numpy(), task.y.cpu().numpy(), C)).to(y.device)
-            if age == 0:
-                task.classifier.start_from(seen, y)
-                order = torch.randperm(len(q), device=q.device)
-                task.memory.enqueue(q[order], y[order])
-            return y
-        p = task.classifier(seen) if settings.online else self._memory_assignment(task, q)
-        return labels.merge_and_split(labels.most_likely(p), q, C, settings.min_cluster_size * self.n_images / C)
+        if self.instance_alone:
+            y = self._same_ids(k_means(seen, C)[0], task)
+        elif not self.learns(task):
+            return task.y
+        elif age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
+            y = self._same_ids(spectral_partition(q, C, settings.temperature), task)
+        else:
+            p = task.classifier(seen) if settings.online else self._memory_assignment(task, q)
+            return labels.merge_and_split(labels.most_likely(p), q, C, settings.min_cluster_size * self.n_images / C)
+        if age <= 0:  # classifier and memory know nothing of the clusters yet
+            task.classifier.start_from(seen, y)
+            order = torch.randperm(len(q), device=q.device)
+            task.memory.enqueue(q[order], y[order])
+        return y
+
+    def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
+        """Name the clusters of a partition as they were named before, as far as they are the same."""
+        renamed = labels.match_ids(y.cpu().numpy(), task.y.cpu().numpy(), task.n_clusters)
+        return torch.from_numpy(renamed).to(y.device)
 
     @property
     def instance_alone(self) -> bool:
