@@ -174,6 +174,26 @@ def test_strokes_move_both_ways_and_never_out_of_the_image():
     assert mass.max() > 1.2 * spot.sum() and mass.min() < 0.8 * spot.sum()  # larger and smaller
 
 
+def test_strokes_turn_shear_and_scale_each_by_itself():
+    """The map is read off a view of the coordinates, then taken apart."""
+    n, side = 2000, 32
+    places = (torch.arange(side) + 0.5) / side * 2 - 1
+    down, right = torch.meshgrid(places, places, indexing="ij")
+    views = seeded(augment.strokes, copies(torch.stack([right, down])[None], n))
+    middle = slice(side // 2 - 1, side // 2 + 1)
+    centre = views[:, :, middle, middle] * side / 2
+    to_right, to_bottom = centre.diff(dim=3)[..., 0, 0], centre.diff(dim=2)[..., 0, 0]  # n x 2: columns of the map
+    angle = torch.atan2(to_right[:, 1], to_right[:, 0])
+    upright = to_bottom[:, 0] * angle.cos() + to_bottom[:, 1] * angle.sin()  # the second column turned back
+    scale_x, scale_y = to_right.norm(dim=1), to_bottom[:, 1] * angle.cos() - to_bottom[:, 0] * angle.sin()
+    shear = upright / scale_y
+    assert scale_x.min() > 0.5 and scale_y.min() > 0.5  # a mirrored or flat map would be at or below 0
+    assert angle.abs().max() < math.pi / 6 and angle.mean().abs() < 0.01 and angle.std() > 0.05
+    assert shear.abs().max() < 0.3 and shear.mean().abs() < 0.01 and shear.std() > 0.05
+    correlation = torch.corrcoef(torch.stack([angle, shear, scale_x, scale_y]))
+    assert (correlation - torch.eye(4)).abs().max() < 0.1
+
+
 # Colour.
 
 
@@ -211,20 +231,22 @@ def test_a_fifth_turns_grey_and_a_fifth_of_the_others_keep_their_colours():
     assert 0.13 < same.float().mean() < 0.19
 
 
-def test_hue_turns_both_ways_by_up_to_a_tenth_of_the_circle():
-    x = torch.tensor([0.5, 0.35, 0.4])[None, :, None, None] + torch.zeros(2000, 3, 1, 1)
-    out = seeded(augment.colour, x)
-    # Any two axes at right angles to grey would do; these are the colour differences of the NTSC signal.
+def test_hue_turns_by_up_to_a_tenth_of_the_circle_and_saturation_by_up_to_four_tenths():
+    x = one_image()
+    out = seeded(augment.colour, copies(x, 2000))
+    # The colour differences of the NTSC signal, as one complex number a pixel.
     differences = torch.tensor([[0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
-    before, after = (torch.view_as_complex((image[:, :, 0, 0] @ differences.T).contiguous()) for image in (x, out))
-    coloured = after.abs() > 1e-4
-    turn = (after / before)[coloured].angle() / (2 * math.pi)
-    assert turn.abs().max() < 0.1001
-    assert turn.max() > 0.09 and turn.min() < -0.09 and turn.mean().abs() < 0.005
-    luminance_ratio = (out[:, :, 0, 0] @ LUMINANCE) / (x[:, :, 0, 0] @ LUMINANCE)
-    saturation = (after / before).abs()[coloured] / luminance_ratio[coloured]  # a constant image has no contrast
-    contrast_free = saturation / saturation.mean()
-    assert contrast_free.min() < 0.5 and contrast_free.max() > 1.5
+    before, after = (torch.view_as_complex(image.permute(0, 2, 3, 1) @ differences.T).flatten(1) for image in (x, out))
+    factor = (after * before.conj()).sum(1) / before.abs().square().sum()
+    assert_close(after, factor[:, None] * before, rtol=0, atol=1e-5)  # one map for all pixels
+    coloured = factor.abs() > 1e-3
+    turn = factor[coloured].angle() / (2 * math.pi)
+    assert turn.abs().max() < 0.1001 and turn.mean().abs() < 0.005
+    assert turn.max() > 0.095 and turn.min() < -0.095
+    luminance = [(image * LUMINANCE[:, None, None]).sum(1).std((1, 2)) for image in (x, out)]
+    saturation = (factor.abs() * luminance[0] / luminance[1])[coloured]
+    assert saturation.min() > 0.599 and saturation.max() < 1.401
+    assert saturation.min() < 0.62 and saturation.max() > 1.38 and (saturation.mean() - 1).abs() < 0.03
 
 
 def test_a_grey_colour_image_stays_grey():

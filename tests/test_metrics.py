@@ -187,15 +187,22 @@ def test_a_healthy_run_gives_no_complaint():
 def test_collapse_is_told_at_any_time_with_what_to_try(semantic):
     chosen = {"momentum": 0.9, "learning_rate": 0.5, "warmup_epochs": 2, "projection_norm": False}
     (message,) = say(row_of(3, spread=0.01), semantic, **chosen)
-    assert "collapsed" in message and "Try momentum" in message
-    assert settings_named(message) == {name: str(value) for name, value in chosen.items()}
+    assert "collapsed" in message and "now 0.5" in message
+    assert all(advice in message for advice in ("learning_rate of 0.17", "momentum 0.99", "warmup_epochs", "projection_norm"))
+
+
+def test_no_complaint_advises_what_is_already_set():
+    (collapse,) = say(row_of(3, spread=0.01), momentum=0.99, warmup_epochs=3, projection_norm=True)
+    assert not any(word in collapse for word in ("momentum", "warmup_epochs", "projection_norm"))
+    (giant,) = say(row_of(5, sizes=(85, 5, 5, 5)), min_cluster_size=0.16)
+    assert "min_cluster_size" not in giant
 
 
 def test_a_giant_cluster_is_told_once_there_are_clusters():
     row = row_of(5, sizes=(85, 5, 5, 5))
     (message,) = say(row, epochs=50, min_cluster_size=0.0)
     assert "One cluster holds more than 80%" in message and "try" in message
-    assert settings_named(message) == {"epochs": "50", "min_cluster_size": "0.0"}
+    assert "more epochs (now 50) and min_cluster_size 0.16" in message
     assert say(row, semantic=False) == []
 
 

@@ -85,7 +85,7 @@ def colour(x: Tensor) -> Tensor:
     """Jitter of brightness, contrast (0.4), saturation (0.4) and hue (0.1) for 80 %; grey for 20 %.
 
     All of it is one affine map of the colours for each sample, so the batch is read and written once.
-    A fourth channel (alpha) and images without colour take part in brightness and contrast alone.
+    Images without colour take part in brightness and contrast alone; a fourth channel (alpha) in nothing.
     """
     n, c, _, _ = x.shape
     device = x.device

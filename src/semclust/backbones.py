@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-BLOCKS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
+BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 
 
 class BasicBlock(nn.Module):
@@ -44,6 +44,7 @@ class SmallImageResNet(nn.Module):
 
     def __init__(self, name: str, in_channels: int, width: int = 64, max_pool: bool = False):
         super().__init__()
+        self.name = name
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU()
         )

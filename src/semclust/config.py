@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import math
+import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import resources
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     Backbone = str | nn.Module
     Augment = str | Callable[[Tensor], Tensor]
 else:  # what the command line can say
-    Backbone = Literal["resnet18", "resnet34"]
+    Backbone = Literal["auto", "resnet10", "resnet18", "resnet34"]
     Augment = Literal["auto", "natural", "strokes", "none"]
 
 Task = Literal["cluster", "under", "over", "instance"]
@@ -53,8 +55,9 @@ class Settings:
     a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images, natural otherwise."""
 
     # ---- network -----------------------------------------------------------------------------
-    backbone: Backbone = "resnet18"
-    """Network under the projection: resnet18 or resnet34; in Python also your own nn.Module."""
+    backbone: Backbone = "auto"
+    """Network under the projection: resnet10, resnet18, resnet34; in Python also your own nn.Module.
+    auto: resnet18, and resnet10 for images under 32 px."""
     width: int | None = setting(None, low=1)
     """Channels of the ResNet's first stage. None: 64, and fewer for images under 32 px."""
     max_pool: bool = False
@@ -138,6 +141,8 @@ def to_json(settings: Settings) -> dict[str, Any]:
     def plain(value: Any) -> Any:
         if value is None or isinstance(value, str | int | float):
             return value
+        if isinstance(value, numbers.Number):  # NumPy's
+            return value.item()  # type: ignore[attr-defined]
         if isinstance(value, tuple | list):
             return list(value)
         return f"python:{getattr(value, '__qualname__', type(value).__qualname__)}"
@@ -166,16 +171,21 @@ def check(settings: Settings) -> None:
             continue
         if f.name == "tasks":
             choices = get_args(Task)
-            if not isinstance(value, tuple | list) or not value or set(value) - set(choices):
+            if not isinstance(value, tuple | list) or not value or any(task not in choices for task in value):
                 raise InputError(f"tasks={value!r}: expected one or more of {', '.join(choices)}.")
+            if len(set(value)) < len(value):
+                raise InputError(f"tasks={value!r}: expected each task once.")
             if "cluster" not in value and set(value) != {"instance"}:
                 raise InputError(f"tasks={value!r}: expected 'cluster' among them, or 'instance' alone.")
         elif get_args(hint) and type(None) not in kinds:
-            if value not in get_args(hint):
+            if not isinstance(value, str) or value not in get_args(hint):
                 raise InputError(f"{f.name}={value!r}: expected one of {', '.join(get_args(hint))}.")
         elif bool in kinds:
             if not isinstance(value, bool):
                 raise InputError(f"{f.name}={value!r}: expected True or False.")
+        elif str in kinds:
+            if not isinstance(value, str):
+                raise InputError(f"{f.name}={value!r}: expected a word, such as {f.default!r}.")
         elif int in kinds or float in kinds:
             whole = int in kinds
             if isinstance(value, bool) or not _is_number(value, whole):
@@ -186,7 +196,4 @@ def check(settings: Settings) -> None:
 
 
 def _is_number(value: Any, whole: bool) -> bool:
-    import numbers
-
-    kind = numbers.Integral if whole else numbers.Real
-    return isinstance(value, kind) and value == value  # not NaN
+    return isinstance(value, numbers.Integral if whole else numbers.Real) and math.isfinite(value)

@@ -25,7 +25,8 @@ class Display(Watcher):
     def begin(self, training: Training) -> None:
         settings, (_, c, H, W) = training.settings, training.images.shape
         n_weights = sum(p.numel() for p in training.learner.encoder.parameters())
-        backbone = settings.backbone if isinstance(settings.backbone, str) else type(settings.backbone).__name__
+        network = training.learner.encoder.backbone
+        backbone = getattr(network, "name", type(network).__name__)
         self.console.print(
             f"{training.n_images:,} images of {H} x {W} x {c} into {settings.n_clusters} clusters "
             f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, {settings.epochs} epochs "

@@ -74,15 +74,20 @@ def complaints(row: dict[str, Any], settings: Settings, semantic: bool) -> list[
     have been learned for at least an epoch."""
     found = []
     if row["spread"] < COLLAPSED_SPREAD:
+        advice = [f"a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})"]
+        advice += ["momentum 0.99"] if settings.momentum < 0.99 else []
+        advice += ["warmup_epochs 3"] if settings.warmup_epochs < 3 else []
+        advice += ["projection_norm"] if not settings.projection_norm else []
         found.append(
             f"The features have collapsed: all images look alike to the network (spread below {COLLAPSED_SPREAD}). "
-            f"Try momentum 0.99 (now {settings.momentum}), a lower learning_rate (now {settings.learning_rate}), "
-            f"warmup_epochs (now {settings.warmup_epochs}) or projection_norm (now {settings.projection_norm})."
+            f"Try {', '.join(advice)}."
         )
     if semantic and row["largest"] > GIANT_CLUSTER:
+        advice = [f"more epochs (now {settings.epochs})"]
+        advice += ["min_cluster_size 0.16"] if settings.min_cluster_size < 0.16 else []
         found.append(
             f"One cluster holds more than {GIANT_CLUSTER:.0%} of the images. If the groups are not that uneven, try "
-            f"more epochs (now {settings.epochs}) or min_cluster_size 0.16 (now {settings.min_cluster_size})."
+            f"{' and '.join(advice)}."
         )
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.epochs and empty:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semclust.backbones import BLOCKS, SmallImageResNet, Sobel
+from semclust.backbones import SmallImageResNet, Sobel
 from semclust.core import SemanticMemory, bank_size
 from semclust.errors import InputError
 
@@ -153,18 +153,17 @@ def build_backbone(
     H, W, c = image_shape
     in_channels = 2 if sobel else c
     if isinstance(backbone, nn.Module):
-        return copy.deepcopy(backbone), _n_features(backbone, (in_channels, H, W))
-    if backbone not in BLOCKS:
-        raise InputError(f"backbone={backbone!r}: expected {' or '.join(BLOCKS)}, or in Python an nn.Module.")
-    # The cost of a convolution grows with its width as with the image's side: small images get by
-    # with fewer channels, and then train in minutes on a CPU.
+        own = copy.deepcopy(backbone)
+        return own, _n_features(own, (in_channels, H, W))
+    # Small images get by with fewer layers and channels, and then train in a minute on a CPU.
+    if backbone == "auto":
+        backbone = "resnet18" if min(H, W) >= 32 else "resnet10"
     width = width or max(16, min(64, min(H, W) ** 2 // 16 // 8 * 8))
     return SmallImageResNet(backbone, in_channels, width, max_pool), 8 * width
 
 
 def _n_features(backbone: nn.Module, shape: tuple[int, int, int]) -> int:
     """Dimension of the pooled output of a user's module, found by running it on two blank images."""
-    mode = backbone.training
     try:
         with torch.no_grad():
             device = next((p.device for p in backbone.parameters()), torch.device("cpu"))
@@ -175,12 +174,12 @@ def _n_features(backbone: nn.Module, shape: tuple[int, int, int]) -> int:
                 f"of 2 images; expected a tensor of shape (2, features) or (2, features, h, w)."
             )
         return pool(out).shape[1]
-    except RuntimeError as error:
+    except InputError:
+        raise
+    except Exception as error:  # a user's module can raise anything
         raise InputError(
             f"backbone {type(backbone).__name__} cannot take images of shape {shape} (channels, height, width): {error}"
         ) from error
-    finally:
-        backbone.train(mode)
 
 
 class GroupedBatchNorm2d(nn.BatchNorm2d):
@@ -192,7 +191,7 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or len(x) < 2 * self.groups:
             return super().forward(x)
-        return torch.cat([super(GroupedBatchNorm2d, self).forward(part) for part in x.chunk(self.groups)])
+        return torch.cat([super(GroupedBatchNorm2d, self).forward(part) for part in x.tensor_split(self.groups)])
 
 
 def group_batch_norm(module: nn.Module, groups: int) -> None:

@@ -35,7 +35,7 @@ def k_means(x: Tensor, n_clusters: int, restarts: int = 10, rounds: int = 100) -
     return best[1], best[2]
 
 
-def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int = 5) -> Tensor:
+def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int = 10) -> Tensor:
     """Cut the neighbour graph of unit features x (N x d) into ``n_clusters`` groups: labels (N).
 
     Images are joined through p landmarks (Chen & Cai 2011): each is tied to its nearest few, and two

@@ -1,0 +1,59 @@
+"""Small images, small networks and small settings that the tests of whole fits share."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from semclust.config import Settings
+from semclust.data import Images
+
+torch.set_num_threads(1)
+
+
+class TinyBackbone(nn.Module):
+    """One convolution with batch norm: trains in milliseconds, always from the same weights."""
+
+    def __init__(self, channels: int = 1, features: int = 8):
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.convolution = nn.Conv2d(channels, features, 3, stride=2, padding=1)
+        self.norm = nn.BatchNorm2d(features)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.convolution(x)).relu()
+
+
+def noisy_groups(n: int = 48, size: int = 8, channels: int = 1, groups: int = 4, seed: int = 0) -> np.ndarray:
+    """n x size x size x channels bytes: a random pattern for each group, image i in group i % groups, and noise."""
+    rng = np.random.default_rng(seed)
+    pattern = rng.integers(0, 256, (groups, size, size, channels))
+    noise = rng.normal(0, 20, (n, size, size, channels))
+    return np.clip(pattern[np.arange(n) % groups] + noise, 0, 255).astype(np.uint8)
+
+
+def make_images(n: int = 48, labels: np.ndarray | None = None, **kwargs) -> Images:
+    return Images(noisy_groups(n, **kwargs), [f"{i}.png" for i in range(n)], "patterns", labels)
+
+
+def tiny(**changes) -> Settings:
+    """Settings of a fit that takes a fraction of a second."""
+    values = dict(n_clusters=4, epochs=2, batch_size=16, projection_dim=8, device="cpu", backbone=TinyBackbone())
+    return Settings(**values | changes)
+
+
+def save_images(folder: Path, pixels: np.ndarray) -> Path:
+    """Write n x H x W x c bytes as 00.png, 01.png, ..."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in enumerate(pixels):
+        Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / f"{i:02}.png")
+    return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    torch.set_num_threads(1)

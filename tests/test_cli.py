@@ -1,0 +1,811 @@
+"""The commands: what they write, what they say, and how they fail; and what a person sees meanwhile."""
+
+import csv
+import io
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+import semclust
+from conftest import make_images, noisy_groups, save_images, tiny
+from semclust import Settings, fitting, preset
+from semclust.cli import FitSettings, main, parse
+from semclust.display import Display, clock, figures, printable, show_clusters
+from semclust.run_folder import RunFolder, read_assignments
+
+FAST = ["-k", "3", "--epochs", "3", "--width", "2", "--batch-size", "8", "--device", "cpu"]
+N = 20
+RESULTS = (
+    "config.json",
+    "metrics.csv",
+    "last.ckpt",
+    "model/config.json",
+    "model/model.safetensors",
+    "assignments.csv",
+    "embeddings.npy",
+)
+
+
+def call(*argv) -> int:
+    """The exit status of a command."""
+    try:
+        main([str(word) for word in argv])
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+    except KeyboardInterrupt:
+        pytest.fail("a traceback for Ctrl-C")  # and not the end of all tests
+    return 0
+
+
+def refused(capsys, *argv, status: int = 1) -> str:
+    """What a command that fails says on stderr: words, and no traceback."""
+    assert call(*argv) == status
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert status == 2 or said.startswith("semclust: ")
+    return said
+
+
+def shell(*words, env: dict[str, str] | None = None, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, words)],
+        capture_output=True,
+        timeout=100,
+        env=environment() | (env or {}),
+        **options,
+    )
+
+
+def environment() -> dict[str, str]:
+    source = str(Path(semclust.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+
+
+def contents(run: Path, names=RESULTS) -> dict[str, bytes]:
+    return {name: (run / name).read_bytes() for name in names}
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory) -> Path:
+    """Twenty grey images in the folders a and b, and a text file that claims to be a photograph."""
+    folder = tmp_path_factory.mktemp("data") / "photos"
+    pixels = noisy_groups(N, size=16)
+    save_images(folder / "a", pixels[:12])
+    save_images(folder / "b", pixels[12:])
+    (folder / "a" / "notes.jpg").write_text("not an image")
+    (folder / "readme.txt").write_text("not an image either")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(photos, tmp_path_factory) -> Path:
+    """The run folder of a whole fit; tests must not change it."""
+    out = tmp_path_factory.mktemp("finished")
+    assert call("fit", photos, *FAST, "--out", out) == 0
+    return out / "photos"
+
+
+@pytest.fixture
+def run(finished, tmp_path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(finished, tmp_path / "copy" / "photos")
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def labels_csv(tmp_path) -> Path:
+    path = tmp_path / "labels.csv"
+    names = [f"{folder}/{i:02}.png" for folder, n in (("a", 12), ("b", 8)) for i in range(n)]
+    path.write_text("path,label\n" + "".join(f"{name},{'cat' if i % 2 else 'dog'}\n" for i, name in enumerate(names)))
+    return path
+
+
+# ---- fit ---------------------------------------------------------------------------------------------
+
+
+def test_a_fit_writes_a_run_folder(finished, photos):
+    assert sorted(path.name for path in finished.iterdir()) == sorted(
+        [
+            "config.json",
+            "metrics.csv",
+            "last.ckpt",
+            "model",
+            "assignments.csv",
+            "embeddings.npy",
+            "skipped.csv",
+            "summary.json",
+        ]
+    )
+    assert sorted(path.name for path in (finished / "model").iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((finished / "config.json").read_text())
+    assert config["data"] == str(photos) and config["labels"] is None
+    assert config["settings"].keys() == {f.name for f in fields(Settings)}
+    assert config["settings"]["n_clusters"] == 3 and config["settings"]["epochs"] == 3
+    assert [row["epoch"] for row in rows(finished / "metrics.csv")] == ["1", "2", "3"]
+    assert [row["path"] for row in rows(finished / "skipped.csv")] == ["a/notes.jpg"]
+
+
+def test_the_results_agree_with_each_other(finished):
+    table = rows(finished / "assignments.csv")
+    assert [row["path"] for row in table] == [f"a/{i:02}.png" for i in range(12)] + [f"b/{i:02}.png" for i in range(8)]
+    for row in table:
+        assert 1 / 3 <= float(row["confidence"]) <= 1 and row["cluster"] != row["runner_up"]
+        assert 0 <= float(row["margin"]) <= float(row["confidence"])
+    sizes = np.bincount([int(row["cluster"]) for row in table], minlength=3)
+    assert (np.diff(sizes) <= 0).all()
+    summary = json.loads((finished / "summary.json").read_text(), parse_constant=pytest.fail)
+    assert [cluster["size"] for cluster in summary["clusters"]] == sizes.tolist()
+    assert summary["n_images"] == N and summary["n_skipped"] == 1 and summary["image_shape"] == [16, 16, 1]
+    q = np.load(finished / "embeddings.npy")
+    assert q.shape == (N, 128)
+    np.testing.assert_allclose(np.linalg.norm(q, axis=1), 1, atol=1e-5)
+    model = semclust.SemanticClusterer.load(finished)
+    assert model.predict(json.loads((finished / "config.json").read_text())["data"]).tolist() == [
+        int(row["cluster"]) for row in table
+    ]
+
+
+def test_a_fit_says_what_it_does(photos, here, capsys):
+    assert call("fit", photos, *FAST) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    assert "1 files could not be read and were skipped (skipped.csv)" in said.out
+    assert "20 images of 16 x 16 x 1 into 3 clusters on cpu" in said.out
+    lines = said.out.splitlines()
+    epochs = [line for line in lines if line.startswith("epoch ")]
+    assert [line.split()[1] for line in epochs] == ["1/3", "2/3", "3/3"]
+    assert all("images/s" in line and "left" in line for line in epochs)
+    assert "20 images in 3 clusters" in said.out and "label-free score" in said.out
+    assert lines[-1].endswith("run folder: runs/photos")
+    assert "\x1b" not in said.out
+
+
+def test_a_second_fit_makes_a_second_folder_with_the_same_results(photos, finished, here):
+    assert call("fit", f"{photos}/", *FAST) == 0
+    first = contents(here / "runs" / "photos")
+    assert call("fit", photos, *FAST) == 0
+    assert sorted(os.listdir("runs")) == ["photos", "photos-2"]
+    assert contents(here / "runs" / "photos") == first == contents(here / "runs" / "photos-2") == contents(finished)
+
+
+def test_another_seed_is_another_run(photos, finished, here):
+    assert call("fit", photos, *FAST, "--random-state", 5) == 0
+    assert contents(here / "runs/photos", ["last.ckpt"]) != contents(finished, ["last.ckpt"])
+
+
+def test_a_seed_that_was_drawn_is_kept(photos, here):
+    assert call("fit", photos, *FAST, "--random-state", "None", "--epochs", "1") == 0
+    seed = json.loads((here / "runs/photos/config.json").read_text())["settings"]["random_state"]
+    assert isinstance(seed, int)
+
+
+def test_a_relative_path_is_kept_as_an_absolute_one(photos, here):
+    (here / "link").symlink_to(photos)
+    assert call("fit", "./link", *FAST, "--epochs", "1", "--out", "elsewhere/deep") == 0
+    config = json.loads((here / "elsewhere/deep/photos/config.json").read_text())
+    assert config["data"] == str(photos)
+
+
+def test_digits_are_the_embedded_ones_even_beside_a_folder_of_that_name(here, capsys):
+    save_images(here / "digits", noisy_groups(12, size=16))
+    small = ["-k", "10", "--epochs", "1", "--width", "1", "--batch-size", "600", "--image-size", "8", "--device", "cpu"]
+    assert call("fit", "digits", *small) == 0
+    assert "1,797 images" in capsys.readouterr().out
+    assert call("evaluate", "runs/digits") == 0
+    assert "ACC 0." in capsys.readouterr().out
+    assert call("fit", "./digits", *FAST, "--epochs", "1") == 0
+    assert "12 images" in capsys.readouterr().out
+
+
+def test_labels_only_add_figures(photos, finished, labels_csv, here, capsys):
+    assert call("fit", photos, *FAST, "--labels", labels_csv.name) == 0
+    assert "labels were used for this line only" in capsys.readouterr().out
+    run = here / "runs/photos"
+    assert contents(run, ["last.ckpt", "assignments.csv"]) == contents(finished, ["last.ckpt", "assignments.csv"])
+    assert {"acc", "nmi", "ari"} <= rows(run / "metrics.csv")[0].keys()
+    assert 0 < json.loads((run / "summary.json").read_text())["acc"] <= 1
+    assert json.loads((run / "config.json").read_text())["labels"] == str(labels_csv)
+
+
+def test_labels_by_folder_even_beside_a_folder_of_that_name(photos, here, capsys):
+    (here / "folders").mkdir()
+    assert call("fit", photos, *FAST, "--epochs", "1", "--labels", "folders") == 0
+    assert "ACC" in capsys.readouterr().out
+
+
+ODD_NAMES = [
+    "[red]x[/red].png",
+    "[bold].png",
+    "line\nbreak.png",
+    "return\r.png",
+    "🎉.png",
+    'comma, quote".png',
+    "\x1b[31mescape.png",
+    os.fsdecode(b"byte \xff.png"),
+    ":smile: \\.png",
+]
+
+
+def save_odd_images(folder: Path) -> Path:
+    for i, name in enumerate(ODD_NAMES):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with open(folder / name, "wb") as file:
+            Image.fromarray(noisy_groups(len(ODD_NAMES), size=16)[i, ..., 0]).save(file, "PNG")
+    (folder / "[link=x]bad.png").write_text("no image")
+    return folder
+
+
+def test_odd_file_names_break_neither_tables_nor_files(here, capsys):
+    save_odd_images(here / "odd")
+    assert call("fit", "odd", *FAST, "-k", "3", "--epochs", "1") == 0
+    said = capsys.readouterr().out
+    table = [line for line in said.splitlines() if line.startswith("│")]
+    assert len(table) == 3  # a row for each cluster: no name breaks a line
+    assert "\x1b" not in said
+    shown = " ".join(table)
+    assert "[red]x[/red].png" in shown or "[bold].png" in shown  # markup is text
+    run = here / "runs/odd"
+    assert sorted(read_assignments(run / "assignments.csv")[0]) == sorted(ODD_NAMES)
+    assert [row["path"] for row in rows(run / "skipped.csv")] == ["[link=x]bad.png"]
+    assert call("predict", run, "odd") == 0
+    assert "skipped '[link=x]bad.png'" in capsys.readouterr().out
+    with open("labels.csv", "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
+            [("path", "label"), *((name, "[red]" if i % 2 else "[/]") for i, name in enumerate(ODD_NAMES))]
+        )
+    assert call("evaluate", run, "--labels", "labels.csv") == 0
+    assert "[red]" in capsys.readouterr().out
+
+
+# ---- resume ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def interrupted(photos, here, monkeypatch, capsys) -> Path:
+    """A run that was stopped by Ctrl-C after its second epoch of three."""
+    show = Display.epoch
+
+    def stop(self, row):
+        show(self, row)
+        if row["epoch"] == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "epoch", stop)
+        assert call("fit", photos, *FAST) == 130
+    said = capsys.readouterr()
+    assert "Interrupted. Go on with: semclust fit --resume runs/photos" in said.err
+    assert "Traceback" not in said.err
+    assert not (here / "runs/photos/model").exists()
+    return here / "runs" / "photos"
+
+
+def test_an_interrupted_run_goes_on_to_the_same_bytes(interrupted, finished, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir("/")
+    assert call("fit", "--resume", interrupted) == 0
+    said = capsys.readouterr().out
+    assert "resuming after epoch 2" in said and "epoch 3/3" in said and "epoch 2/3" not in said
+    assert contents(interrupted) == contents(finished)
+    assert os.listdir(interrupted.parent) == ["photos"]
+    assert "ignored" not in said
+
+
+def test_a_finished_run_stays_as_it_is(run, capsys):
+    before = contents(run)
+    summary = json.loads((run / "summary.json").read_text())
+    assert call("fit", "--resume", run) == 0
+    assert contents(run) == before
+    assert json.loads((run / "summary.json").read_text()) | {"seconds": 0} == summary | {"seconds": 0}
+    assert "epoch 3/3" not in capsys.readouterr().out
+
+
+def test_resume_in_one_word(run):
+    assert call("fit", f"--resume={run}") == 0
+
+
+def test_flags_that_a_resumed_run_ignores_are_named(run, capsys):
+    before = contents(run)
+    assert call("fit", "photos", "--resume", run, "-k", "7", "--epochs=9", "--no-online", "--preset", "paper") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ignored")]
+    for word in ("photos", "-k", "--epochs=9", "--no-online", "--preset"):
+        assert word in line.split()
+    assert "--resume" not in line
+    assert contents(run) == before
+
+
+def test_a_run_whose_images_changed_is_not_resumed(photos, here, capsys):
+    own = shutil.copytree(photos, here / "own")
+    assert call("fit", own, *FAST, "--epochs", "1") == 0
+    before = contents(here / "runs/own")
+    capsys.readouterr()
+    Image.new("L", (16, 16)).save(own / "a" / "00.png")
+    assert str(own) in refused(capsys, "fit", "--resume", "runs/own")
+    Image.new("L", (16, 16)).save(own / "a" / "new.png")
+    assert "are not those" in refused(capsys, "fit", "--resume", "runs/own")
+    shutil.rmtree(own)
+    assert str(own) in refused(capsys, "fit", "--resume", "runs/own")
+    assert contents(here / "runs/own") == before
+
+
+@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04.", None], ids=["empty", "garbage", "pickle", "half"])
+def test_a_damaged_checkpoint_is_named(interrupted, content, capsys):
+    path = interrupted / "last.ckpt"
+    path.write_bytes(path.read_bytes()[:5000] if content is None else content)
+    rows_before = (interrupted / "metrics.csv").read_bytes()
+    assert "last.ckpt" in refused(capsys, "fit", "--resume", interrupted)
+    assert (interrupted / "metrics.csv").read_bytes() == rows_before
+
+
+def test_a_missing_checkpoint_starts_the_run_anew(interrupted, finished):
+    (interrupted / "last.ckpt").unlink()
+    assert call("fit", "--resume", interrupted) == 0
+    assert contents(interrupted) == contents(finished)
+
+
+@pytest.mark.parametrize("content", [b"epoch,loss\ngarbage\n", b"\xff\xfe\n" * 3, None])
+def test_damaged_rows_are_named(run, content, capsys):
+    """A finished run without its rows has no score to show."""
+    if content is None:
+        (run / "metrics.csv").unlink()
+    else:
+        (run / "metrics.csv").write_bytes(content)
+    assert "metrics.csv" in refused(capsys, "fit", "--resume", run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.update(format=9),
+        lambda config: config.pop("settings"),
+        lambda config: config.pop("data"),
+        lambda config: config.pop("labels"),
+        lambda config: config.update(settings=3),
+        lambda config: config["settings"].update(nonsense=1),
+        lambda config: config["settings"].update(width="wide"),
+        lambda config: config["settings"].update(n_clusters=4),
+        lambda config: config.update(data=None),
+    ],
+    ids=range(9),
+)
+def test_a_damaged_config_is_told(run, change, capsys):
+    config = json.loads((run / "config.json").read_text())
+    change(config)
+    (run / "config.json").write_text(json.dumps(config))
+    refused(capsys, "fit", "--resume", run)
+
+
+def test_a_killed_process_is_resumed_to_the_same_bytes(photos, here):
+    """Not asked to stop but killed, at a moment of no one's choosing."""
+    flags = [*FAST, "--epochs", "10"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "semclust", "fit", str(photos), *flags],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        until = time.monotonic() + 90
+        while not (here / "runs/photos/last.ckpt").exists() and time.monotonic() < until and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.kill()
+        process.wait(30)
+    assert call("fit", "--resume", "runs/photos") == 0
+    assert call("fit", photos, *flags) == 0
+    assert contents(here / "runs/photos") == contents(here / "runs/photos-2")
+
+
+@pytest.mark.parametrize("command", ["fit", "predict"])
+def test_an_interruption_while_images_are_read_ends_quietly(command, run, photos, here, monkeypatch, capsys):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("semclust.data._from_files", stop)
+    argv = ["fit", photos, *FAST] if command == "fit" else ["predict", run, photos]
+    assert call(*argv) == 130
+    assert "Traceback" not in capsys.readouterr().err
+    assert not (here / "runs").exists()
+
+
+# ---- flags -------------------------------------------------------------------------------------------
+
+
+def settings_of(*words: str) -> FitSettings:
+    return parse(["fit", "photos", "-k", "7", *words]).settings
+
+
+def test_flags_start_from_the_defaults():
+    for f in fields(Settings):
+        assert getattr(settings_of(), f.name) == (7 if f.name == "n_clusters" else f.default)
+
+
+@pytest.mark.parametrize("words", [["--preset", "paper"], ["--preset=paper"]])
+def test_the_papers_preset_with_flags_over_it(words):
+    paper = settings_of(*words)
+    for f in fields(Settings):
+        expected = preset("paper").get(f.name, 7 if f.name == "n_clusters" else f.default)
+        assert getattr(paper, f.name) == expected, f.name
+    for argv in (["--epochs", "3", *words, "--no-max-pool"], [*words, "--no-max-pool", "--epochs", "3"]):
+        changed = settings_of(*argv)
+        assert (changed.epochs, changed.max_pool) == (3, False)
+        assert (changed.momentum, changed.tasks) == (preset("paper")["momentum"], preset("paper")["tasks"])
+
+
+def test_the_default_preset_changes_nothing():
+    assert settings_of("--preset", "default") == settings_of()
+
+
+def test_values_reach_the_settings():
+    found = settings_of("--tasks", "cluster", "instance", "--sobel", "--no-online", "--batch-size", "None")
+    assert (found.tasks, found.sobel, found.online, found.batch_size) == (("cluster", "instance"), True, False, None)
+    found = settings_of("--contrast", "instance-memory", "--temperature", "0.5", "--image-size", "32")
+    assert (found.contrast, found.temperature, found.image_size) == ("instance-memory", 0.5, 32)
+    assert parse(["fit", "photos", "--n-clusters", "4"]).settings.n_clusters == 4
+
+
+def test_every_setting_is_a_flag_with_its_help(capsys):
+    assert call("fit", "--help") == 0
+    said = capsys.readouterr().out
+    for f in fields(Settings):
+        assert f"--{f.name.replace('_', '-')}" in said
+    for word in ("-k ", "--preset", "--resume", "--labels", "--out", "[DATA]", "Temperature tau"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["fit", "photos"], "-k"),
+        (["fit"], "-k"),
+        ([], "fit"),
+        (["fit", "photos", "-k", "x"], "'x'"),
+        (["fit", "photos", "-k", "3", "--nonsense", "3"], "--nonsense"),
+        (["fit", "photos", "-k", "3", "--contrast", "byol"], "byol"),
+        (["fit", "photos", "-k", "3", "--preset", "fast"], "fast"),
+        (["fit", "photos", "more", "-k", "3"], "more"),
+        (["fit", "photos", "-k"], "-k"),
+        (["predict", "runs/photos"], "DATA"),
+        (["cluster", "photos"], "cluster"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_wrong_usage_ends_with_2(argv, words, here, capsys):
+    assert words in refused(capsys, *argv, status=2)
+    assert os.listdir(here) == []
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["fit", "DATA", "-k", "1"], "n_clusters=1"),
+        (["fit", "DATA", "-k", "-3"], "n_clusters=-3"),
+        (["fit", "DATA", "-k", "21"], "n_clusters=21, but there are only 20 images"),
+        (["fit", "DATA", "-k", "3", "--epochs", "0"], "epochs=0"),
+        (["fit", "DATA", "-k", "3", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["fit", "DATA", "-k", "3", "--device", "tpu9"], "device='tpu9'"),
+        (["fit", "DATA", "-k", "3", "--tasks", "over"], "tasks="),
+        (["fit", "DATA", "-k", "3", "--labels", "none.csv"], "'none.csv'"),
+        (["fit", "DATA", "-k", "3", "--out", "file"], "file"),
+        (["fit", "-k", "3"], "No data"),
+        (["fit", "nowhere", "-k", "3"], "'nowhere'"),
+        (["fit", "empty", "-k", "3"], "empty"),
+        (["fit", "file", "-k", "3"], "file"),
+        (["fit", "cifar99:/data", "-k", "3"], "cifar99"),
+        (["fit", "--resume", "nowhere"], "'nowhere' is not a run folder"),
+        (["fit", "--resume", "empty"], "config.json"),
+        (["fit", "--resume", "file"], "'file'"),
+        (["predict", "nowhere", "DATA"], "'nowhere'"),
+        (["predict", "empty", "DATA"], "config.json"),
+        (["predict", "RUN", "nowhere"], "'nowhere'"),
+        (["predict", "RUN", "DATA", "--device", "tpu9"], "device='tpu9'"),
+        (["predict", "RUN", "DATA", "--out", "file"], "'file' exists"),
+        (["predict", "RUN", "DATA", "--out", "missing/x.csv"], "missing"),
+        (["evaluate", "nowhere"], "'nowhere'"),
+        (["evaluate", "RUN"], "say --labels"),
+        (["evaluate", "RUN", "--labels", "none.csv"], "'none.csv'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_cannot_be_done_ends_with_1_and_names_the_value(argv, words, photos, finished, here, capsys):
+    (here / "empty").mkdir()
+    (here / "file").write_text("mine")
+    said = refused(capsys, *({"DATA": photos, "RUN": finished}.get(word, word) for word in argv))
+    assert words in said
+    assert sorted(os.listdir(here)) == ["empty", "file"] and (here / "file").read_text() == "mine"
+    assert os.listdir(here / "empty") == []
+
+
+def test_a_loss_that_breaks_ends_with_1_and_can_be_resumed(photos, here, capsys):
+    said = refused(capsys, "fit", photos, *FAST, "--learning-rate", "1e38", "--warmup-epochs", "0")
+    assert "learning rate (now 1e+38)" in said and "epoch 1" in said
+    assert (here / "runs/photos/config.json").exists() and not (here / "runs/photos/model").exists()
+
+
+def test_a_folder_of_which_most_files_are_bad_is_refused(here, capsys):
+    save_images(here / "bad", noisy_groups(4, size=16))
+    for i in range(9):
+        (here / "bad" / f"x{i}.png").write_text("no image")
+    assert "9 of 13" in refused(capsys, "fit", "bad", *FAST)
+    assert not (here / "runs").exists()
+
+
+# ---- predict -----------------------------------------------------------------------------------------
+
+
+def test_predict_writes_one_row_an_image_and_never_overwrites(finished, photos, here, capsys):
+    for name in ("photos-clusters.csv", "photos-clusters-2.csv"):
+        assert call("predict", finished, photos) == 0
+        said = capsys.readouterr().out
+        assert f"20 images assigned; written to {name}" in said
+        assert "skipped 'a/notes.jpg'" in said
+        assert (here / name).read_bytes() == (finished / "assignments.csv").read_bytes()
+    assert call("predict", finished, photos, "--out", "mine.csv") == 0
+    before = (here / "mine.csv").read_bytes()
+    assert "'mine.csv' exists" in refused(capsys, "predict", finished, photos / "b", "--out", "mine.csv")
+    assert (here / "mine.csv").read_bytes() == before
+
+
+def test_predict_takes_one_image_an_array_and_a_model_folder(finished, photos, here, capsys):
+    assert call("predict", finished / "model", photos / "a" / "03.png") == 0
+    assert read_assignments(here / "03-clusters.csv")[0] == ["03.png"]
+    pixels = noisy_groups(N, size=16)[..., 0]
+    np.savez("new.npz", images=pixels, labels=np.arange(N) % 2)
+    np.save("new.npy", pixels)
+    capsys.readouterr()
+    assert call("predict", finished, "new.npz") == 0
+    assert "ACC" in capsys.readouterr().out
+    assert call("predict", finished, "new.npy") == 0
+    assert "ACC" not in capsys.readouterr().out
+    names, clusters = read_assignments(here / "new-clusters.csv")
+    assert names == [str(i) for i in range(N)]
+    assert clusters.tolist() == read_assignments(finished / "assignments.csv")[1].tolist()
+    assert (here / "new-clusters.csv").read_bytes() == (here / "new-clusters-2.csv").read_bytes()
+
+
+def test_predict_from_a_run_that_has_not_finished_says_so(interrupted, photos, capsys):
+    assert f"--resume {interrupted}" in refused(capsys, "predict", interrupted, photos)
+
+
+def test_predict_from_a_damaged_model_is_told(run, photos, here, capsys):
+    (run / "model" / "model.safetensors").write_bytes(b"garbage")
+    assert "model.safetensors" in refused(capsys, "predict", run, photos)
+    (run / "model" / "config.json").unlink()
+    assert "config.json" in refused(capsys, "predict", run, photos)
+
+
+# ---- evaluate ----------------------------------------------------------------------------------------
+
+
+def test_evaluate_by_csv_folders_and_array(finished, labels_csv, here, capsys):
+    _, clusters = read_assignments(finished / "assignments.csv")
+    by_folder = np.array(["a"] * 12 + ["b"] * 8)
+    by_file = np.array(["dog", "cat"] * 10)
+    np.save("y.npy", np.arange(N) % 2)
+    np.savez("y.npz", labels=np.arange(N) % 2)
+    for source, labels in [
+        ("labels.csv", by_file),
+        ("folders", by_folder),
+        ("y.npy", by_file),
+        ("y.npz", by_file),
+    ]:
+        assert call("evaluate", finished, "--labels", source) == 0
+        said = capsys.readouterr().out
+        best = max(
+            sum(names[c] == label for c, label in zip(clusters, labels, strict=True))
+            for names in permuted(sorted(set(labels)))
+        )
+        assert f"ACC {best / N:.4f}" in said and "NMI" in said and "ARI" in said
+        table = [line.split("│")[1:-1] for line in said.splitlines() if line.startswith("│")]
+        assert len(table) == len(set(clusters))
+        counts = np.array([[0 if cell.strip() == "." else int(cell) for cell in line[1:]] for line in table])
+        assert counts.sum() == N
+        assert sorted(counts.sum(1), reverse=True) == sorted(np.bincount(clusters)[np.unique(clusters)], reverse=True)
+
+
+def permuted(classes: list[str]) -> list[dict[int, str | None]]:
+    """Every way to give two of three clusters a class each."""
+    a, b = classes
+    return [
+        {i: a if i == first else b if i == second else None for i in range(3)}
+        for first in range(3)
+        for second in range(3)
+        if first != second
+    ]
+
+
+def test_evaluate_uses_the_labels_that_the_run_knows(here, photos, labels_csv, capsys):
+    np.savez("own.npz", images=noisy_groups(N, size=16), labels=np.arange(N) % 2)
+    assert call("fit", "own.npz", *FAST, "--epochs", "1") == 0
+    assert call("fit", photos, *FAST, "--epochs", "1", "--labels", "labels.csv") == 0
+    capsys.readouterr()
+    for run in ("runs/own", "runs/photos"):
+        assert call("evaluate", run) == 0
+        summary = json.loads((here / run / "summary.json").read_text())
+        assert (
+            f"ACC {summary['acc']:.4f}  NMI {summary['nmi']:.4f}  ARI {summary['ari']:.4f}" in capsys.readouterr().out
+        )
+    np.savez("own.npz", images=noisy_groups(N - 3, size=16), labels=np.arange(N - 3) % 2)
+    assert "own.npz" in refused(capsys, "evaluate", "runs/own")
+
+
+def test_labels_that_do_not_cover_the_images_are_told(finished, here, capsys):
+    (here / "some.csv").write_text("path,label\na/00.png,x\n")
+    assert "19 of 20 images have no label" in refused(capsys, "evaluate", finished, "--labels", "some.csv")
+    (here / "columns.csv").write_text("file,class\na/00.png,x\n")
+    assert "expected path,label" in refused(capsys, "evaluate", finished, "--labels", "columns.csv")
+    np.save("y.npy", np.arange(N - 1))
+    assert "(19,)" in refused(capsys, "evaluate", finished, "--labels", "y.npy")
+
+
+def test_evaluate_needs_a_finished_and_whole_run(interrupted, run, labels_csv, capsys):
+    assert "--resume" in refused(capsys, "evaluate", interrupted, "--labels", labels_csv)
+    for content in ("path,cluster,confidence,runner_up,margin\n", "garbage\n", ""):
+        (run / "assignments.csv").write_text(content)
+        assert "assignments.csv" in refused(capsys, "evaluate", run, "--labels", labels_csv)
+
+
+def test_evaluate_names_what_the_config_lacks(run, capsys):
+    config = json.loads((run / "config.json").read_text())
+    del config["data"]
+    (run / "config.json").write_text(json.dumps(config))
+    assert "config.json" in refused(capsys, "evaluate", run)
+
+
+# ---- other processes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["fit", "--help"], ["--version"], ["fit", "x"]], ids=" ".join)
+def test_what_needs_no_torch_does_not_import_it(argv):
+    code = (
+        "import sys\n"
+        "from semclust.cli import main\n"
+        f"try: main({argv!r})\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'sklearn', 'scipy', 'numpy', 'PIL'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)\n"
+    )
+    done = shell("-c", code)
+    assert done.returncode == 0, done.stderr.decode()
+    assert done.stdout or argv == ["fit", "x"]
+
+
+def test_the_module_is_the_command():
+    done = shell("-m", "semclust", "--version", text=True)
+    assert (done.returncode, done.stdout) == (0, f"semclust {semclust.__version__}\n")
+    done = shell("-m", "semclust", "fit", "nowhere", "-k", "3", text=True)
+    assert done.returncode == 1 and done.stderr.startswith("semclust: Cannot open 'nowhere'")
+    assert done.stdout == "" and "Traceback" not in done.stderr
+
+
+def test_a_folder_whose_name_is_not_utf8(here):
+    """On a terminal of strict UTF-8, which cannot show such a name as it is."""
+    folder = os.fsdecode(b"photos \xff")
+    save_images(here / folder, noisy_groups(12, size=16))
+    done = shell("-m", "semclust", "fit", folder, *FAST, "--epochs", "1", env={"PYTHONIOENCODING": "utf-8:strict"})
+    assert done.returncode == 0, done.stderr.decode(errors="replace")[-500:]
+    assert (here / "runs" / folder / "assignments.csv").exists()
+
+
+# ---- what a person sees ------------------------------------------------------------------------------
+
+
+def console(terminal: bool) -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, force_terminal=terminal, width=120, color_system=None), text
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_fit_is_shown(terminal):
+    out, text = console(terminal)
+    display = Display(out)
+    try:
+        fitting.fit(make_images(48, labels=np.arange(48) % 4), tiny(epochs=4), display)
+    finally:
+        display.close()
+    said = text.getvalue()
+    assert "48 images of 8 x 8 x 1 into 4 clusters on cpu: TinyBackbone" in said
+    assert "4 epochs of batches of 16" in said and "images/s" in said
+    if terminal:
+        assert display.progress.finished and display.images_done == 48 * 4
+        assert "epoch 4/4" in said
+    else:
+        assert said.count("\nepoch ") == 4 and "ACC" in said
+        assert said.rstrip().endswith("0:00:00 left")
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_resumed_fit_is_shown(terminal, tmp_path):
+    images, settings = make_images(), tiny(epochs=3)
+    run = RunFolder.create(tmp_path, "run")
+
+    class Stop(Display):
+        def epoch(self, row):
+            super().epoch(row)
+            if row["epoch"] == 2:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit(images, settings, Stop(console(False)[0]), run)
+    for _ in range(2):  # the second time there is nothing left to do
+        out, text = console(terminal)
+        display = Display(out)
+        fitting.fit(images, settings, display, run)
+        display.close()
+        assert "resuming after epoch" in text.getvalue()
+
+
+def test_a_warning_is_text_and_not_markup():
+    out, text = console(False)
+    Display(out).warn("look at [red]this[/red] [/] " + "word " * 50)
+    assert text.getvalue() == "warning: look at [red]this[/red] [/] " + "word " * 50 + "\n"
+
+
+def test_figures_on_a_line():
+    row = {"epoch": 1, "loss": 1.23456, "churn": math.nan, "score": 0.5, "spread": 0.7}
+    assert figures(row) == "loss 1.235  score 0.500"
+    assert figures(row | {"churn": 0.25, "acc": 0.9}) == "loss 1.235  churn 0.250  score 0.500  ACC 0.900"
+
+
+@pytest.mark.parametrize(
+    "seconds, shown", [(0, "0:00:00"), (59.6, "0:01:00"), (61, "0:01:01"), (3599.7, "1:00:00"), (90_000, "25:00:00")]
+)
+def test_time_left(seconds, shown):
+    assert clock(seconds) == shown
+
+
+def test_names_are_printable():
+    assert printable("plain ünï 🎉.png") == "plain ünï 🎉.png"
+    for name in [*ODD_NAMES, "\u202ertl.png", "\x07", "\x9b31m"]:
+        assert printable(name).isprintable()
+    assert printable("a\nb") == "a\\nb"
+
+
+def test_the_table_shows_the_most_certain_images_of_each_cluster():
+    summary = {
+        "n_images": 5,
+        "score": 0.25,
+        "clusters": [
+            {"cluster": 0, "size": 4, "confidence": 0.75},
+            {"cluster": 1, "size": 1, "confidence": 0.5},
+            {"cluster": 2, "size": 0, "confidence": None},
+        ],
+    }
+    out, text = console(False)
+    names = ["[red]low", "best\n", "b", "c", "other[/]"]
+    show_clusters(out, summary, names, np.array([0, 0, 0, 0, 1]), np.array([0.5, 0.9, 0.8, 0.8, 0.5]))
+    lines = [line.split("│")[1:-1] for line in text.getvalue().splitlines() if line.startswith("│")]
+    assert [[cell.strip() for cell in line] for line in lines] == [
+        ["0", "4", "80.0%", "0.750", "best\\n, b, c"],
+        ["1", "1", "20.0%", "0.500", "other[/]"],
+        ["2", "0", "0.0%", "-", ""],
+    ]
+    assert "label-free score 0.2500" in text.getvalue() and "ACC" not in text.getvalue()
+    out, text = console(False)
+    show_clusters(
+        out, summary | {"acc": 0.5, "nmi": 0.25, "ari": 0.125}, names, np.array([0, 0, 0, 0, 1]), np.full(5, 0.5)
+    )
+    assert "ACC 0.5000  NMI 0.2500  ARI 0.1250  (labels were used for this line only)" in text.getvalue()

@@ -1,0 +1,350 @@
+"""A run's folder: names that are never reused, rows that can be taken back, and CSV files for any file name."""
+
+import csv
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from semclust import __version__
+from semclust.errors import DamagedFileError, InputError
+from semclust.run_folder import (
+    ASSIGNMENTS,
+    RunFolder,
+    fingerprint,
+    free_path,
+    read_assignments,
+    write_assignments,
+)
+from semclust.storage import write_tensors
+
+ODD_NAMES = [
+    "plain.png",
+    "folder/in/folder.png",
+    "comma, and space .png",
+    'quote " and "" quotes.png',
+    "line\nbreak.png",
+    "carriage\rreturn.png",
+    "both\r\n.png",
+    "ünï-文字-🎉.png",
+    os.fsdecode(b"not utf-8 \xff\xfe.png"),
+    "=formula.png",
+    "[red]markup[/red].png",
+    "",
+    "  ",
+    "'single.png",
+    "\ttab;semicolon|.png",
+    "\ufeffmark.png",
+]
+
+
+def row(epoch: int, **more):
+    return {"epoch": epoch, "loss": 1 / (3 + epoch), "score": math.nan, "sizes": "3 2 1", **more}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunFolder:
+    made = RunFolder.create(tmp_path / "runs", "photos")
+    made.write_config({"data": "photos", "settings": {}})
+    return made
+
+
+# ---- the folder itself -------------------------------------------------------------------------------
+
+
+def test_folders_are_numbered_and_never_reused(tmp_path):
+    names = [RunFolder.create(tmp_path / "runs", "photos").path.name for _ in range(4)]
+    assert names == ["photos", "photos-2", "photos-3", "photos-4"]
+    shutil.rmtree(tmp_path / "runs" / "photos-2")
+    assert RunFolder.create(tmp_path / "runs", "photos").path.name == "photos-2"
+    assert RunFolder.create(tmp_path / "runs", "photos").path.name == "photos-5"
+    assert RunFolder.create(tmp_path / "runs", "other").path.name == "other"
+
+
+def test_a_folder_is_made_with_its_parents_and_empty(tmp_path):
+    path = RunFolder.create(tmp_path / "a" / "b", "photos").path
+    assert path == tmp_path / "a" / "b" / "photos"
+    assert os.listdir(path) == []
+
+
+def test_a_file_or_link_of_that_name_is_passed_over(tmp_path):
+    (tmp_path / "photos").write_text("mine")
+    (tmp_path / "photos-2").symlink_to(tmp_path / "nowhere")
+    assert RunFolder.create(tmp_path, "photos").path.name == "photos-3"
+    assert (tmp_path / "photos").read_text() == "mine"
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "below a file"])
+def test_a_parent_that_is_no_folder_is_an_error(tmp_path, kind):
+    parent = tmp_path / "out"
+    if kind == "link":
+        parent.symlink_to(tmp_path / "nowhere")
+    else:
+        parent.write_text("")
+    with pytest.raises(InputError, match="--out") as caught:
+        RunFolder.create(parent / "deeper" if kind == "below a file" else parent, "photos")
+    assert str(parent) in str(caught.value)
+
+
+def test_a_name_that_is_too_long_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="--out"):
+        RunFolder.create(tmp_path, "x" * 300)
+
+
+def test_opening_what_is_no_run_folder_is_an_error(tmp_path, run):
+    assert RunFolder.open(run.path).path == run.path
+    for path, words in [(tmp_path / "none", "is not a run folder"), (tmp_path, "holds no config.json")]:
+        with pytest.raises(InputError, match=words) as caught:
+            RunFolder.open(path)
+        assert str(path) in str(caught.value)
+
+
+def test_the_config_comes_back_with_its_versions(run):
+    assert run.read_config() == {"format": 1, "semclust": __version__, "data": "photos", "settings": {}}
+
+
+@pytest.mark.parametrize("number", [0, 2, "1", None])
+def test_a_config_of_another_format_is_refused(run, number):
+    path = run.path / "config.json"
+    path.write_text(json.dumps({"format": number, "semclust": "9.9"}))
+    with pytest.raises(DamagedFileError, match=r"9\.9") as caught:
+        run.read_config()
+    assert str(path) in str(caught.value) and repr(number) in str(caught.value)
+
+
+def test_a_missing_config_is_named(run):
+    (run.path / "config.json").unlink()
+    with pytest.raises(DamagedFileError, match=r"config\.json is missing"):
+        run.read_config()
+
+
+# ---- rows and checkpoints ----------------------------------------------------------------------------
+
+
+def test_rows_come_back_as_they_were(run):
+    assert run.read_metrics() == []
+    rows = [row(1, sizes=math.nan), row(2, score=0.1 + 0.2), row(3, score=1e-300)]
+    for each in rows:
+        run.append_metrics(each)
+    back = run.read_metrics()
+    assert list(map(repr, back)) == list(map(repr, rows))  # repr: NaN equals NaN, 1 is not 1.0
+    lines = run.metrics.read_text().splitlines()
+    assert lines[0] == "epoch,loss,score,sizes"
+    assert lines[1] == f"1,{1 / 4},,"
+
+
+def test_rows_are_only_ever_appended(run):
+    run.append_metrics(row(1))
+    before = run.metrics.read_bytes()
+    run.append_metrics(row(2))
+    assert run.metrics.read_bytes().startswith(before)
+
+
+@pytest.mark.parametrize("epoch", range(5))
+def test_rows_after_a_checkpoint_are_forgotten(run, epoch):
+    for i in range(1, 4):
+        run.append_metrics(row(i))
+    whole = run.metrics.read_bytes().splitlines(keepends=True)
+    run.drop_metrics_after(epoch)
+    kept = min(epoch, 3)
+    assert [each["epoch"] for each in run.read_metrics()] == list(range(1, kept + 1))
+    if kept:
+        assert run.metrics.read_bytes() == b"".join(whole[: kept + 1])
+    for i in range(kept + 1, 4):
+        run.append_metrics(row(i))
+    assert run.metrics.read_bytes() == b"".join(whole)
+
+
+def test_a_row_of_more_than_nine_epochs_is_compared_as_a_number(run):
+    for i in (9, 10, 11):
+        run.append_metrics(row(i))
+    run.drop_metrics_after(10)
+    assert [each["epoch"] for each in run.read_metrics()] == [9, 10]
+
+
+@pytest.mark.parametrize("tear", [1, 3, 10])
+def test_a_torn_last_row_is_forgotten(run, tear):
+    for i in range(1, 4):
+        run.append_metrics(row(i))
+    run.metrics.write_bytes(run.metrics.read_bytes()[:-tear])
+    run.drop_metrics_after(3)
+    assert [each["epoch"] for each in run.read_metrics()] == [1, 2]
+
+
+@pytest.mark.parametrize("content", [b"", b"epo", b"epoch,loss\n"])
+def test_a_file_without_a_whole_row_starts_anew(run, content):
+    run.metrics.write_bytes(content)
+    run.drop_metrics_after(3)
+    run.append_metrics(row(1))
+    assert [each["epoch"] for each in run.read_metrics()] == [1]
+
+
+def test_dropping_rows_of_no_file_is_nothing(run):
+    run.drop_metrics_after(3)
+    assert not run.metrics.exists()
+
+
+@pytest.mark.parametrize("content", [b"epoch,loss\ngarbage\n", b"epoch,loss\n1,x\n", b"\xff\xfe\n\xff\xfe\n"])
+@pytest.mark.parametrize("call", [RunFolder.read_metrics, lambda run: (run.drop_metrics_after(3), run.read_metrics())])
+def test_damaged_rows_are_named(run, content, call):
+    run.metrics.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"metrics\.csv"):
+        call(run)
+
+
+def test_a_checkpoint_comes_back(run):
+    run.write_checkpoint({"w": torch.arange(3.0)}, 17)
+    tensors, epoch = run.read_checkpoint()
+    assert epoch == 17 and tensors["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize("about", [{}, {"format": 1}, {"format": 2, "epoch": 3}, {"format": 1, "epoch": "3"}])
+def test_a_checkpoint_of_another_format_is_refused(run, about):
+    write_tensors(run.checkpoint, {"w": torch.ones(1)}, about)
+    with pytest.raises(DamagedFileError, match=r"last\.ckpt"):
+        run.read_checkpoint()
+
+
+# ---- results -----------------------------------------------------------------------------------------
+
+
+def test_an_assignment_tells_cluster_confidence_runner_up_and_margin(tmp_path):
+    p = np.array([[0.2, 0.7, 0.1], [0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]])
+    write_assignments(tmp_path / "a.csv", ["x", "y", "z"], p)
+    assert (tmp_path / "a.csv").read_text().splitlines() == [
+        "path,cluster,confidence,runner_up,margin",
+        "x,1,0.7000,0,0.5000",
+        "y,0,0.5000,1,0.2500",
+        "z,0,0.3333,1,0.0000",
+    ]
+
+
+def test_the_cluster_of_an_assignment_is_the_argmax(tmp_path):
+    p = np.random.default_rng(0).random((200, 5)).round(1)  # with ties
+    write_assignments(tmp_path / "a.csv", list(map(str, range(200))), p)
+    assert (read_assignments(tmp_path / "a.csv")[1] == p.argmax(1)).all()
+
+
+@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
+def test_any_name_comes_back(tmp_path, name):
+    names = ["first.png", name, "last.png"]
+    write_assignments(tmp_path / "a.csv", names, np.eye(3))
+    assert read_assignments(tmp_path / "a.csv")[0] == names
+    assert read_assignments(tmp_path / "a.csv")[1].tolist() == [0, 1, 2]
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8), max_size=6))
+@example(["\r", "\n", '"', ",", "\r\n", "a\rb"])
+def test_any_names_come_back(names):
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "a.csv")
+        write_assignments(path, names, np.tile([0.25, 0.75], (len(names), 1)))
+        assert read_assignments(path)[0] == names
+
+
+def test_names_that_are_not_utf8_keep_their_bytes(tmp_path):
+    write_assignments(tmp_path / "a.csv", [os.fsdecode(b"\xff.png")], np.array([[0.5, 0.5]]))
+    assert b"\xff.png,0," in (tmp_path / "a.csv").read_bytes()
+
+
+def test_assignments_need_one_name_for_each_row(tmp_path):
+    with pytest.raises(ValueError):
+        write_assignments(tmp_path / "a.csv", ["x"], np.eye(2))
+    assert not (tmp_path / "a.csv").exists()
+
+
+def test_missing_assignments_tell_the_next_step(run):
+    with pytest.raises(InputError, match="--resume") as caught:
+        read_assignments(run.assignments)
+    assert str(run.path) in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["path,group\nx,1\n", "path,cluster\nx,one\n", "path,cluster\nx\n"])
+def test_damaged_assignments_are_named(run, content):
+    run.assignments.write_text(content)
+    with pytest.raises(DamagedFileError, match=r"assignments\.csv.*path, cluster, confidence"):
+        read_assignments(run.assignments)
+
+
+def test_results_are_written(run):
+    p, q = np.array([[0.9, 0.1], [0.3, 0.7]], np.float32), np.eye(2, 5, dtype=np.float32)
+    run.write_results(["a", "b"], p, q, {"score": 0.5})
+    assert read_assignments(run.assignments)[1].tolist() == [0, 1]
+    np.testing.assert_array_equal(np.load(run.path / "embeddings.npy"), q)
+    assert run.read_summary() == {"score": 0.5}
+    assert tuple(run.assignments.read_text().splitlines()[0].split(",")) == ASSIGNMENTS
+
+
+def test_skipped_files_are_listed_where_there_are_any(run):
+    run.write_skipped([])
+    assert not (run.path / "skipped.csv").exists()
+    skipped = [("a,b\n.png", "empty file"), ("ünï.png", 'not "an" image')]
+    run.write_skipped(skipped)
+    with open(run.path / "skipped.csv", newline="", encoding="utf-8") as file:
+        assert list(map(tuple, csv.reader(file))) == [("path", "reason"), *skipped]
+
+
+def test_a_run_folder_keeps_no_half_files(run, monkeypatch):
+    """Each result is written whole: where renaming fails, the earlier one stays."""
+    run.write_results(["a"], np.array([[0.9, 0.1]]), np.ones((1, 2)), {"score": 0.5})
+    run.write_checkpoint({"w": torch.ones(1)}, 1)
+    run.append_metrics(row(1))
+    run.append_metrics(row(2))
+    before = {path: path.read_bytes() for path in run.path.iterdir()}
+
+    def fail(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    for write in (
+        lambda: run.write_results(["b"], np.array([[0.2, 0.8]]), np.zeros((1, 2)), {"score": 0.1}),
+        lambda: run.write_checkpoint({"w": torch.zeros(1)}, 2),
+        lambda: run.drop_metrics_after(1),
+        lambda: run.write_config({}),
+        lambda: run.write_skipped([("a", "b")]),
+    ):
+        with pytest.raises(OSError, match="disk full"):
+            write()
+    assert {path: path.read_bytes() for path in run.path.iterdir()} == before
+
+
+# ---- small helpers -----------------------------------------------------------------------------------
+
+
+def test_a_free_path_does_not_exist(tmp_path):
+    path = tmp_path / "a.b-clusters.csv"
+    assert free_path(path) == path
+    path.touch()
+    assert free_path(path) == tmp_path / "a.b-clusters-2.csv"
+    (tmp_path / "a.b-clusters-2.csv").mkdir()
+    (tmp_path / "a.b-clusters-3.csv").symlink_to(tmp_path / "nowhere")
+    assert free_path(path) == tmp_path / "a.b-clusters-4.csv"
+    (tmp_path / "plain").touch()
+    assert free_path(tmp_path / "plain") == tmp_path / "plain-2"
+
+
+def test_the_fingerprint_sees_pixels_names_shape_and_order():
+    pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 6, 1), dtype=np.uint8)
+    names = ["a", "b", "c", os.fsdecode(b"\xff")]
+    same = fingerprint(pixels, names)
+    assert same == fingerprint(pixels.copy(), list(names))
+    assert same == fingerprint(np.asfortranarray(pixels), names)
+    changed = pixels.copy()
+    changed[3, 5, 5, 0] ^= 1
+    others = [
+        fingerprint(changed, names),
+        fingerprint(pixels[::-1], names),
+        fingerprint(pixels.reshape(4, 4, 9, 1), names),
+        fingerprint(pixels, ["a", "b", "c", "d"]),
+        fingerprint(pixels, ["b", "a", "c", names[3]]),
+    ]
+    assert len({same, *others}) == 6

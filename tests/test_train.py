@@ -1,0 +1,965 @@
+"""Whole fits: they learn, they repeat, they resume to the byte, and each setting does what it says."""
+
+import math
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import naive
+from conftest import TinyBackbone, make_images, tiny
+from semclust import fitting
+from semclust.config import Settings, preset
+from semclust.errors import DamagedFileError, InputError, TrainingError
+from semclust.fitting import Watcher
+from semclust.run_folder import RunFolder
+from semclust.train import PARTITION_EVERY, STEPS_AN_EPOCH, Training, choose_augmentation, choose_device, plan_tasks
+
+CONTRASTS = ("moco", "simclr", "instance-memory")
+FROM_THE_START = dict(over_from=0.0, cluster_from=0.0, guided_until=0.0)
+LATE = dict(over_from=0.25, cluster_from=0.65, guided_until=0.9)
+RESULTS = (
+    "metrics.csv",
+    "last.ckpt",
+    "model/config.json",
+    "model/model.safetensors",
+    "assignments.csv",
+    "embeddings.npy",
+)
+
+
+def weights(fitted: fitting.Fitted) -> dict[str, torch.Tensor]:
+    return fitted.predictor.network.state_dict()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def losses(fitted: fitting.Fitted) -> list[float]:
+    return [row["loss"] for row in fitted.history]
+
+
+def started(n: int = 48, **changes) -> Training:
+    return fitting.start(make_images(n), tiny(**changes))
+
+
+def save_all(run: RunFolder, images, fitted: fitting.Fitted) -> None:
+    """What the command line writes at the end, but for the time it took."""
+    fitted.predictor.save(run.model)
+    run.write_results(images.names, fitted.p, fitted.q, {})
+
+
+def all_bytes(run: RunFolder) -> dict[str, bytes]:
+    return {name: (run.path / name).read_bytes() for name in RESULTS}
+
+
+# ---- learning ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tasks", [("instance",), ("cluster", "under", "instance")], ids=["instance", "clusters"])
+@pytest.mark.parametrize("contrast", CONTRASTS)
+def test_a_few_epochs_lower_the_loss(contrast, tasks):
+    settings = tiny(
+        contrast=contrast,
+        tasks=tasks,
+        epochs=8,
+        memory_size=16,  # full after an epoch: a growing memory would raise the loss
+        momentum=0.9,
+        learning_rate=0.1,
+        warmup_epochs=0,
+        **FROM_THE_START,
+    )
+    learned = losses(fitting.fit(make_images(96), settings))
+    assert learned[-1] < learned[1] - 0.1
+    if contrast != "instance-memory":  # whose stored keys come closer to features that stand still
+        idle = losses(fitting.fit(make_images(96), Settings(**vars(settings) | {"learning_rate": 0.0})))
+        assert learned[-1] < idle[-1] - 0.1
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", TinyBackbone(3)], ids=["resnet18", "own"])
+def test_three_colours_are_three_clusters(backbone):
+    y = np.arange(90) % 3
+    images = make_images(90, channels=3, labels=y)
+    images.pixels = images.pixels // 8
+    images.pixels[np.arange(90), :, :, y] += 200
+    settings = tiny(n_clusters=3, epochs=8, augment="none", backbone=backbone, width=4)
+    fitted = fitting.fit(images, settings)
+    assert fitted.history[-1]["acc"] == fitted.history[-1]["nmi"] == 1
+    assert sorted(np.bincount(fitted.labels)) == [30, 30, 30]
+
+
+def test_an_epoch_visits_every_image_once():
+    training = started(50, batch_size=16)
+    seen: list[int] = []
+    step = training._step
+    training._step = lambda index: (seen.extend(index.tolist()), step(index))[1]
+    counts: list[int] = []
+    for _ in range(2):
+        training.run_epoch(counts.append)
+        assert sorted(seen[-50:]) == list(range(50))
+    assert seen[:50] != seen[50:]
+    assert counts == [13, 13, 12, 12] * 2  # no tail of two images
+
+
+@pytest.mark.parametrize("warmup", [0, 2])
+def test_the_learning_rate_rises_and_falls_to_zero(warmup):
+    training = started(epochs=8, warmup_epochs=warmup, learning_rate=0.5)
+    rates = [training.learning_rate(step / 10) for step in range(81)]
+    for step, rate in enumerate(rates):
+        epoch = step / 10
+        cosine = 0.25 * (1 + math.cos(math.pi * epoch / 8))
+        assert rate == pytest.approx(cosine if epoch >= warmup else cosine * (epoch + 0.01) / warmup)
+    assert rates[-1] == pytest.approx(0)
+    row, _ = training.run_epoch()
+    assert training.optimiser.param_groups[0]["lr"] == row["learning_rate"] == training.learning_rate(2 / 3)
+
+
+def test_batches_follow_the_number_of_images():
+    assert started(40, batch_size=None).batch_size == 32
+    assert started(40, batch_size=7).batch_size == 7
+    assert started(STEPS_AN_EPOCH * 50, batch_size=None, epochs=1).batch_size == 50
+    assert started(STEPS_AN_EPOCH * 300, batch_size=None, epochs=1).batch_size == 256
+
+
+def test_the_network_sees_colours_of_mean_0_and_deviation_1():
+    training = fitting.start(make_images(24, channels=3), tiny(backbone=TinyBackbone(3)))
+    x = training.images.float() / 255
+    for encoder in (training.learner.encoder, training.learner.twin):
+        scaled = (x - encoder.mean) / encoder.std
+        assert_close(scaled.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-4)
+        assert_close(scaled.std((0, 2, 3), correction=0), torch.ones(3), rtol=0, atol=1e-4)
+
+
+# ---- repeating ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", TinyBackbone()], ids=["resnet18", "own"])
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(backbone):
+    first, again, other = (
+        fitting.fit(make_images(), tiny(backbone=backbone, width=4, epochs=3, random_state=seed)) for seed in (5, 5, 6)
+    )
+    assert same(weights(first), weights(again))
+    assert list(map(repr, first.history)) == list(map(repr, again.history))
+    np.testing.assert_array_equal(first.p, again.p)
+    np.testing.assert_array_equal(first.q, again.q)
+    assert not same(weights(first), weights(other))
+    assert losses(first) != losses(other)
+
+
+def test_a_run_does_not_depend_on_the_callers_random_state():
+    torch.manual_seed(1)
+    first = fitting.fit(make_images(), tiny(backbone="resnet18", width=2, epochs=1))
+    torch.manual_seed(2)
+    assert same(weights(first), weights(fitting.fit(make_images(), tiny(backbone="resnet18", width=2, epochs=1))))
+
+
+@pytest.mark.parametrize("backbone", ["resnet18", TinyBackbone()], ids=["resnet18", "own"])
+def test_a_fit_leaves_the_callers_random_state_alone(backbone):
+    torch.manual_seed(123)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), random.getstate()
+    fitting.fit(make_images(), tiny(backbone=backbone, width=2, epochs=1))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert (np.random.get_state()[1] == before[1]).all()
+    assert random.getstate() == before[2]
+
+
+def test_a_fit_leaves_the_users_backbone_images_and_settings_alone():
+    backbone = TinyBackbone().eval()
+    before = {name: value.clone() for name, value in backbone.state_dict().items()}
+    images, settings = make_images(), tiny(backbone=backbone)
+    pixels, values = images.pixels.copy(), dict(vars(settings))
+    fitting.fit(images, settings)
+    assert same(backbone.state_dict(), before) and not backbone.training
+    assert (images.pixels == pixels).all() and vars(settings) == values
+
+
+def test_labels_never_reach_training():
+    rng = np.random.default_rng(0)
+    y = np.arange(48) % 4
+    blind, seen, shuffled = (
+        fitting.fit(make_images(48, labels), tiny(epochs=6)) for labels in (None, y, rng.permutation(y))
+    )
+    assert same(weights(blind), weights(seen)) and same(weights(blind), weights(shuffled))
+    for fitted in (seen, shuffled):
+        for with_labels, without in zip(fitted.history, blind.history, strict=True):
+            assert with_labels.keys() - without.keys() == {"acc", "nmi", "ari"}
+            assert repr({name: with_labels[name] for name in without}) == repr(without)
+    assert seen.history[-1]["acc"] != shuffled.history[-1]["acc"]
+
+
+# ---- resuming ----------------------------------------------------------------------------------------
+
+
+class StopAtEpoch(Watcher):
+    """Interrupts after an epoch was stored, as Ctrl-C may."""
+
+    def __init__(self, epoch: int):
+        self.last = epoch
+
+    def epoch(self, row):
+        if row["epoch"] == self.last:
+            raise KeyboardInterrupt
+
+
+class StopAtStep(Watcher):
+    """Interrupts after so many steps of this process."""
+
+    def __init__(self, steps: int):
+        self.left = steps
+
+    def step(self, n_images):
+        self.left -= 1
+        if not self.left:
+            raise KeyboardInterrupt
+
+
+def stop_before_checkpoint(monkeypatch, epoch: int) -> None:
+    """Interrupts between the row of an epoch and its checkpoint, once."""
+    write = RunFolder.write_checkpoint
+
+    def interrupted(self, tensors, now):
+        if now == epoch:
+            monkeypatch.setattr(RunFolder, "write_checkpoint", write)
+            raise KeyboardInterrupt
+        write(self, tensors, now)
+
+    monkeypatch.setattr(RunFolder, "write_checkpoint", interrupted)
+
+
+def unbroken(folder: Path, images, settings: Settings) -> RunFolder:
+    run = RunFolder.create(folder, "unbroken")
+    save_all(run, images, fitting.fit(images, settings, run=run))
+    return run
+
+
+@pytest.mark.parametrize("contrast", CONTRASTS)
+def test_a_run_interrupted_in_every_phase_ends_in_the_same_bytes(tmp_path, monkeypatch, contrast):
+    images, settings = make_images(48, labels=np.arange(48) % 4), tiny(contrast=contrast, epochs=20)
+    plans = plan_tasks(settings, 48)
+    over, cluster, alone = plans["over"].begins, plans["cluster"].begins, plans["cluster"].guided_until
+    assert over > 1 and cluster > over + 2 and cluster + PARTITION_EVERY < alone < 20
+    expected = unbroken(tmp_path, images, settings)
+
+    run = RunFolder.create(tmp_path, "broken")
+    stops = [
+        StopAtStep(2),  # before the first checkpoint
+        StopAtEpoch(1),
+        StopAtEpoch(over),  # the first labels of "over"
+        StopAtStep(5),  # in the middle of an epoch
+        StopAtEpoch(cluster),  # the first labels of "cluster" and "under"
+        cluster + 2,  # between an epoch's row and its checkpoint
+        StopAtStep(4),
+        StopAtEpoch(cluster + PARTITION_EVERY),  # the second partition
+        StopAtEpoch(alone + 1),
+        StopAtEpoch(20),
+    ]
+    for stop in stops:
+        if isinstance(stop, int):
+            stop_before_checkpoint(monkeypatch, stop)
+        with pytest.raises(KeyboardInterrupt):
+            fitting.fit(images, settings, Watcher() if isinstance(stop, int) else stop, run)
+    fitted = fitting.fit(images, settings, run=run)
+    save_all(run, images, fitted)
+    assert all_bytes(run) == all_bytes(expected)
+    assert [row["epoch"] for row in fitted.history] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(projection_per_task=True, contrast="instance-memory", classifier_input="pooled"),
+        dict(batch_norm_groups=2, sobel=True, task_sum="sum", online=False, backbone=TinyBackbone(2)),
+        dict(tasks=("instance",)),
+        dict(backbone="resnet18", width=2, batch_size=24),
+        FROM_THE_START,
+    ],
+    ids=["own projections", "groups", "instance alone", "resnet18", "from the start"],
+)
+def test_a_run_with_other_settings_resumes_to_the_byte(tmp_path, changes):
+    images, settings = make_images(), tiny(epochs=4, **changes)
+    expected = unbroken(tmp_path, images, settings)
+    run = RunFolder.create(tmp_path, "broken")
+    for watcher in (StopAtEpoch(1), StopAtStep(2), StopAtEpoch(2), StopAtEpoch(3)):
+        with pytest.raises(KeyboardInterrupt):
+            fitting.fit(images, settings, watcher, run)
+    save_all(run, images, fitting.fit(images, settings, run=run))
+    assert all_bytes(run) == all_bytes(expected)
+
+
+def test_resuming_does_not_depend_on_what_happened_before(tmp_path):
+    """The bytes are equal because the state is whole, not because the same random numbers come by chance."""
+    images, settings = make_images(), tiny(epochs=3)
+    run = unbroken(tmp_path, images, settings)
+    other = RunFolder.create(tmp_path, "other")
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit(images, settings, StopAtEpoch(2), other)
+    tensors, _ = other.read_checkpoint()
+    for name in tensors:
+        if tensors[name].dtype == torch.float32 and name.startswith("velocity"):
+            tensors[name] = tensors[name] * 0
+    other.write_checkpoint(tensors, 2)
+    save_all(other, images, fitting.fit(images, settings, run=other))
+    assert all_bytes(other)["last.ckpt"] != all_bytes(run)["last.ckpt"]
+
+
+def test_a_finished_run_trains_no_further(tmp_path):
+    images, settings = make_images(), tiny()
+    run = unbroken(tmp_path, images, settings)
+    before = all_bytes(run)
+
+    class NoStep(Watcher):
+        def step(self, n_images):
+            pytest.fail("a step in a finished run")
+
+    fitted = fitting.fit(images, settings, NoStep(), run)
+    save_all(run, images, fitted)
+    assert all_bytes(run) == before
+    assert len(fitted.history) == 2
+
+
+def test_warnings_of_before_an_interruption_are_not_lost(tmp_path):
+    images, settings = make_images(), tiny(backbone=Collapsed(), epochs=2)
+    expected = fitting.fit(images, settings).warnings
+    assert expected
+    run = RunFolder.create(tmp_path, "run")
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit(images, settings, StopAtEpoch(2), run)
+    assert fitting.fit(images, settings, run=run).warnings == expected
+
+
+def test_the_state_holds_all_that_training_changes():
+    """A second run that is given the state, and nothing else, goes on alike; and the state is not shared with it."""
+    first = started(epochs=20, **LATE)
+    for _ in range(14):
+        first.run_epoch()
+    state = {name: value.clone() for name, value in first.state().items()}
+    second = started(epochs=20, **LATE)
+    second.load_state(state, 14, Path("x"))
+    rows = [training.run_epoch()[0] for training in (first, second)]
+    assert repr(rows[0]) == repr(rows[1])
+    assert same(first.state(), second.state())
+    assert not same(first.state(), state)
+    assert sum(name.startswith("velocity.") for name in state) == len(first.trained)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda tensors: tensors.pop("learner.task_modules.cluster.y"),
+        lambda tensors: tensors.update({"learner.task_modules.cluster.s": torch.ones(7)}),
+        lambda tensors: tensors.update({"velocity.0": torch.ones(3, 7)}),
+        lambda tensors: tensors.pop("velocity.0"),
+        lambda tensors: tensors.update({"velocity.99": torch.ones(1)}),
+    ],
+    ids=["a tensor is missing", "other shape", "velocity of other shape", "velocity is missing", "unknown velocity"],
+)
+def test_a_checkpoint_that_does_not_fit_is_refused(tmp_path, damage):
+    images, settings = make_images(), tiny(epochs=3)
+    run = RunFolder.create(tmp_path, "run")
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit(images, settings, StopAtEpoch(2), run)
+    tensors, epoch = run.read_checkpoint()
+    damage(tensors)
+    run.write_checkpoint(tensors, epoch)
+    with pytest.raises(DamagedFileError, match=r"last\.ckpt"):
+        fitting.fit(images, settings, run=run)
+
+
+# ---- one step, beside the paper's formulas ------------------------------------------------------------
+
+
+def banks_of(memory) -> list:
+    """The banks as deques, oldest key first."""
+    C, m, d = memory.keys.shape
+    banks = naive.empty_banks(C, m, d)
+    for bank, keys, start in zip(banks, memory.keys.double().tolist(), memory.next_slot.tolist(), strict=True):
+        bank.extend(keys[start:] + keys[:start])
+    return banks
+
+
+def scrambled(training: Training) -> None:
+    """Give every task labels, swap counts and a memory that training would take long to reach."""
+    torch.manual_seed(0)
+    learner = training.learner
+    for memory in (learner.instance_memory, *(task.memory for task in learner.tasks.values())):
+        C, _, d = memory.keys.shape
+        k = nn.functional.normalize(torch.randn(30, d), dim=1)
+        memory.enqueue(k, torch.randint(C, (30,)))
+    for task in learner.tasks.values():
+        task.s.copy_(torch.randint(1, 9, task.s.shape))
+        nn.init.normal_(task.classifier.linear.bias)
+
+
+def recorded(module: nn.Module) -> list:
+    calls: list = []
+    module.register_forward_hook(lambda module, inputs, output: calls.append((inputs, output)))
+    return calls
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(),
+        dict(tasks=("cluster",)),
+        dict(tasks=("instance",)),
+        dict(tasks=("cluster", "under", "instance"), assign_by="query", attraction=0.0),
+        dict(task_sum="sum"),
+        dict(cross_cluster=False),
+        dict(hard_samples=False),
+        dict(classifier_input="pooled"),
+        dict(classifier_trains_encoder=True),
+        dict(projection_per_task=True),
+        dict(contrast="simclr"),
+        dict(contrast="instance-memory"),
+        dict(attraction=0.3, temperature=0.5, momentum=0.7),
+        dict(batch_norm_groups=2),
+    ],
+    ids=lambda changes: " ".join(f"{name}={value}" for name, value in changes.items()) or "default",
+)
+def test_a_step_has_the_losses_of_the_paper(changes):
+    training = started(**FROM_THE_START | changes)
+    settings, learner = training.settings, training.learner
+    scrambled(training)
+    training.run_epoch()  # so that twin, stored keys and labels are those of a run on its way
+    tau = settings.temperature
+    index = torch.arange(0, 48, 5)
+    before = {name: (banks_of(task.memory), task.y[index].tolist()) for name, task in learner.tasks.items()}
+    instance_banks = banks_of(learner.instance_memory)
+    s = {name: task.s[index].tolist() for name, task in learner.tasks.items()}
+    linear = {
+        name: (task.classifier.linear.weight.double().tolist(), task.classifier.linear.bias.tolist())
+        for name, task in learner.tasks.items()
+    }
+    stored = learner.stored_keys.clone() if settings.contrast == "instance-memory" else None
+    twin_before = [p.clone() for p in learner.twin.parameters()] if learner.twin is not None else []
+    encoder_calls = recorded(learner.encoder)
+    learner.train()
+    if settings.contrast == "moco":
+        keys_back = {}
+        find_keys = training._keys
+        training._keys = lambda x, index: keys_back.update(find_keys(x, index)) or dict(keys_back)
+    result = training._step(index)
+
+    h = encoder_calls[0][1][0].detach().double().tolist()
+    q = {name: value.detach().double().tolist() for name, value in encoder_calls[0][1][1].items()}
+    if settings.contrast == "moco":
+        k = {name: value.double().tolist() for name, value in keys_back.items()}
+    elif settings.contrast == "simclr":
+        k = {name: value.detach().double().tolist() for name, value in encoder_calls[1][1][1].items()}
+    else:
+        k = dict(zip(q, stored[:, index].double().tolist(), strict=True))
+
+    l_ids, l_cds = [], []
+    if "instance" in settings.tasks:
+        name = learner.instance_projection
+        negatives = naive.contrastive_set(instance_banks)
+        each = [naive.instance_loss(a, b, negatives, tau) for a, b in zip(q[name], k[name], strict=True)]
+        l_ids.append(sum(each) / len(each))
+        l_cds.append(0.0)
+    for name, task in learner.tasks.items():
+        if not training.learns(task) or name not in settings.tasks:
+            continue
+        (banks, y), (W, B) = before[name], linear[name]
+        q_task, k_task = q[task.projection], k[task.projection]
+        each = []
+        for q_i, k_i, y_i in zip(q_task, k_task, y, strict=True):
+            negatives = naive.contrastive_set(banks, y_i if settings.cross_cluster else None)
+            attraction = settings.attraction * naive.attraction_loss(q_i, banks, y_i, tau)
+            each.append(naive.instance_loss(q_i, k_i, negatives, tau) + attraction)
+        l_ids.append(naive.weighted_loss(s[name] if settings.hard_samples else [1] * len(each), each))
+        seen = [[v / math.sqrt(naive.dot(row, row)) for v in row] for row in h]
+        seen = seen if settings.classifier_input == "pooled" else q_task
+        logits = [[naive.dot(w, x_i) / tau + b for w, b in zip(W, B, strict=True)] for x_i in seen]
+        asked = k_task if settings.assign_by == "key" else q_task
+        l_cds.append(naive.cluster_loss(logits, [naive.memory_assignment(a, banks, tau) for a in asked]))
+    loss = sum(l_ids) + sum(l_cds)
+    if settings.task_sum == "mean":
+        loss /= len(l_ids)
+    expected = [loss, sum(l_ids) / len(l_ids), sum(l_cds) / len(l_cds)]
+    assert_close(result, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+    # After the step: the twin has followed, the keys are in the memories.
+    if settings.contrast == "instance-memory":
+        m = settings.momentum
+        for name, place in zip(q, range(len(stored)), strict=True):
+            mixed = [naive.follow(a, b, m) for a, b in zip(k[name], q[name], strict=True)]
+            k[name] = [[v / math.sqrt(naive.dot(row, row)) for v in row] for row in mixed]
+            assert_close(learner.stored_keys[place, index], torch.tensor(k[name]), rtol=1e-4, atol=1e-5)
+        untouched = torch.ones(48, dtype=torch.bool).index_fill(0, index, False)
+        assert torch.equal(learner.stored_keys[:, untouched], stored[:, untouched])
+    for twin_weight, start, weight in zip(
+        learner.twin.parameters() if twin_before else [], twin_before, learner.encoder.parameters(), strict=False
+    ):
+        m = settings.momentum
+        assert_close(twin_weight.detach(), m * start + (1 - m) * weight.detach(), rtol=1e-5, atol=1e-7)
+    naive.enqueue(instance_banks, k[learner.instance_projection], [0] * len(index))
+    assert_close(torch.tensor(banks_of(learner.instance_memory)), torch.tensor(instance_banks), rtol=0, atol=1e-5)
+    for name, task in learner.tasks.items():
+        banks, y = before[name]
+        if training.learns(task):
+            naive.enqueue(banks, k[task.projection], y)
+        assert_close(torch.tensor(banks_of(task.memory)), torch.tensor(banks), rtol=0, atol=1e-5)
+
+
+def test_a_step_moves_the_weights_against_the_gradient_of_the_loss():
+    """The first step of SGD with momentum, from rest: w - rate x (gradient + decay x w)."""
+    training = started(**FROM_THE_START, contrast="simclr", weight_decay=0.01)
+    before = [p.detach().clone() for p in training.trained]
+    for group in training.optimiser.param_groups:
+        group["lr"] = 0.3
+    training.learner.train()
+    training._step(torch.arange(16))
+    for old, p in zip(before, training.trained, strict=True):
+        gradient = torch.zeros_like(old) if p.grad is None else p.grad
+        moved = old - 0.3 * (gradient + 0.01 * old) if p.grad is not None else old
+        assert_close(p.detach(), moved, rtol=1e-5, atol=1e-6)
+    assert sum(p.grad is not None and bool(p.grad.abs().max() > 0) for p in training.trained) > 6
+
+
+def one_batch(training: Training):
+    """A forward pass of 16 images: index, h, q, k."""
+    index = torch.arange(16)
+    torch.manual_seed(0)
+    training.learner.train()
+    x = training.images[index].float() / 255
+    h, q = training.learner.encoder(x)
+    return index, h, q, training._keys(x, index)
+
+
+def reaches(loss: torch.Tensor, module: nn.Module) -> bool:
+    found = torch.autograd.grad(loss, list(module.parameters()), retain_graph=True, allow_unused=True)
+    return any(g is not None and bool(g.abs().max() > 1e-7) for g in found)
+
+
+@pytest.mark.parametrize("classifier_input", ["projection", "pooled"])
+@pytest.mark.parametrize("trains", [False, True])
+def test_the_consistency_loss_trains_the_encoder_only_where_asked(classifier_input, trains):
+    training = started(**FROM_THE_START, classifier_trains_encoder=trains, classifier_input=classifier_input)
+    scrambled(training)
+    task = training.learner.tasks["cluster"]
+    l_id, l_cd = training._cluster_task_losses(task, *one_batch(training))
+    assert reaches(l_cd, training.learner.encoder) == trains
+    assert reaches(l_cd, task.classifier)
+    assert reaches(l_id, training.learner.encoder)
+    assert not reaches(l_id, task.classifier)
+
+
+@pytest.mark.parametrize("changes", [dict(cross_cluster=False), dict(attraction=0.0), dict(assign_by="query")], ids=str)
+def test_an_ablation_changes_the_loss_of_the_same_state(changes):
+    results = []
+    for settings in (dict(), changes):
+        training = started(**FROM_THE_START | settings)
+        scrambled(training)
+        losses = training._cluster_task_losses(training.learner.tasks["cluster"], *one_batch(training))
+        results.append([loss.item() for loss in losses])
+    assert results[0] != results[1]
+
+
+def test_images_that_swap_weigh_more():
+    """With all swaps on one image, the loss is nearly that image's own."""
+    training = started(**FROM_THE_START)
+    scrambled(training)
+    task = training.learner.tasks["cluster"]
+    batch = one_batch(training)
+
+    def l_id(hard: int | None) -> float:
+        task.s.fill_(1)
+        if hard is not None:
+            task.s[hard] = 1e6
+        return training._cluster_task_losses(task, *batch)[0].item()
+
+    each = [l_id(i) for i in range(16)]
+    assert max(each) - min(each) > 0.1
+    assert l_id(None) == pytest.approx(sum(each) / 16, rel=1e-3)
+    training.settings.hard_samples = False
+    assert l_id(each.index(max(each))) == l_id(None)
+
+
+# ---- labels ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("online", [True, False])
+def test_labels_come_from_the_classifier_or_from_the_memory(online):
+    training = started(**FROM_THE_START, online=online, min_cluster_size=0.0)
+    for _ in range(2):
+        training.run_epoch()
+        _, q = training.features()
+        for task in training.learner.tasks.values():
+            rows = q["shared"].double().tolist()
+            by_memory = naive.most_likely(
+                [naive.memory_assignment(q_i, banks_of(task.memory), training.settings.temperature) for q_i in rows]
+            )
+            by_classifier = task.classifier(q["shared"]).argmax(1).tolist()
+            assert by_memory != by_classifier
+            assert task.y.tolist() == (by_classifier if online else by_memory)
+
+
+def test_small_clusters_are_merged_away():
+    sizes = {}
+    for share in (0.0, 0.9):
+        training = started(**FROM_THE_START, min_cluster_size=share)
+        training.run_epoch()
+        task = training.learner.tasks["cluster"]
+        with torch.no_grad():
+            task.classifier.linear.bias.copy_(torch.tensor([100.0, 0, 0, 0]))
+        training._renew_labels()
+        sizes[share] = task.y.bincount(minlength=4).tolist()
+    assert sizes[0.0] == [48, 0, 0, 0]
+    assert min(sizes[0.9]) > 0
+
+
+@pytest.mark.parametrize("changes", [FROM_THE_START, dict(cluster_from=0.3, over_from=0.0)], ids=["random", "guided"])
+def test_swaps_are_counted(changes):
+    training = started(epochs=10, **changes)
+    history = {name: [task.y.tolist()] for name, task in training.learner.tasks.items()}
+    for _ in range(10):
+        training.run_epoch()
+        for name, task in training.learner.tasks.items():
+            begins = task.plan.begins
+            if training.epoch <= begins:  # what was before the first partition does not count
+                history[name] = []
+            history[name].append(task.y.tolist())
+            assert task.s.tolist() == naive.swap_counts(history[name])
+    assert max(training.learner.tasks["cluster"].s) > 1
+
+
+def test_tasks_join_in_their_turn():
+    """Instance contrast first; then "over"; then "cluster" and "under", whose labels a partition gives."""
+    training = started(epochs=20, **LATE)
+    tasks = training.learner.tasks
+    assert {name: task.n_clusters for name, task in tasks.items()} == {"cluster": 4, "under": 2, "over": 6}
+    begins = {"over": 5, "cluster": 13, "under": 13}
+    rows = []
+    for epoch in range(20):
+        before = {name: (task.y.clone(), task.memory.keys.clone()) for name, task in tasks.items()}
+        rows.append(training.run_epoch()[0])
+        for name, task in tasks.items():
+            y, keys = before[name]
+            assert torch.equal(keys, task.memory.keys) == (epoch + 1 < begins[name])
+            if epoch + 1 < begins[name]:
+                assert torch.equal(y, task.y)
+            elif epoch + 1 == begins[name]:
+                # The partition starts classifier and memory: they agree with it on most images.
+                _, q = training.features()
+                agree = task.classifier(q["shared"]).argmax(1) == task.y
+                assert agree.float().mean() > 0.7
+    assert all(math.isnan(row["score"]) == (row["epoch"] < 13) for row in rows)
+    assert all(math.isnan(row["churn"]) == (row["epoch"] <= 13) for row in rows)
+    assert all((row["loss_cd"] > 0) == (row["epoch"] > 5) for row in rows)
+
+
+def test_the_partition_is_repeated_every_fourth_epoch_until_guidance_ends(monkeypatch):
+    from semclust import train
+
+    training = started(epochs=20, cluster_from=0.25, guided_until=0.65, tasks=("cluster", "instance"))
+    when = []
+    partition = train.spectral_partition
+    monkeypatch.setattr(train, "spectral_partition", lambda *args: (when.append(training.epoch), partition(*args))[1])
+    for _ in range(20):
+        training.run_epoch()
+    assert when == [5, 9]  # 13 is no longer guided
+
+
+def test_instance_contrast_alone_gives_the_k_means_of_its_features():
+    training = started(96, epochs=3, tasks=("instance",))
+    for _ in range(3):
+        row, refresh = training.run_epoch()
+    y = training.learner.tasks["cluster"].y
+    mean = torch.stack([refresh.q[y == j].mean(0) for j in range(4)])
+    nearest = torch.cdist(refresh.q, mean).argmin(1)
+    assert torch.equal(nearest, y)
+    assert row["loss_cd"] == 0 and not math.isnan(row["score"])
+
+
+# ---- every setting runs ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *(dict(contrast=contrast) for contrast in CONTRASTS),
+        dict(cross_cluster=False),
+        dict(online=False),
+        dict(hard_samples=False),
+        dict(tasks=("instance",)),
+        dict(tasks=("cluster",)),
+        dict(tasks=("cluster", "instance")),
+        dict(tasks=("cluster", "over")),
+        dict(tasks=("cluster", "under")),
+        dict(classifier_input="pooled"),
+        dict(classifier_input="pooled", tasks=("instance",)),
+        dict(classifier_trains_encoder=True),
+        dict(projection_per_task=True),
+        dict(projection_per_task=True, contrast="instance-memory"),
+        dict(projection_per_task=True, tasks=("cluster",)),
+        dict(projection_norm=False),
+        dict(batch_norm_groups=2),
+        dict(batch_norm_groups=2, contrast="simclr"),
+        dict(sobel=True, backbone=TinyBackbone(2)),
+        dict(sobel=True, backbone="resnet18", width=2),
+        dict(max_pool=True, backbone="resnet18", width=2),
+        dict(task_sum="sum"),
+        dict(assign_by="query"),
+        dict(attraction=0.0),
+        dict(min_cluster_size=0.0),
+        dict(augment="natural"),
+        dict(augment="none"),
+        dict(over_factor=2, over_from=0.5),
+        dict(momentum=0.0),
+        dict(momentum=1.0),
+        dict(cluster_from=1.0, over_from=1.0, guided_until=1.0),
+        dict(preset("paper"), epochs=2, batch_size=16, width=2, backbone="resnet18"),
+    ],
+    ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items() if not isinstance(v, nn.Module))[:60],
+)
+def test_two_epochs_with_each_setting(changes):
+    images, settings = make_images(), tiny(**changes)
+    training = fitting.start(images, settings)
+    assert (training.learner.twin is None) == (settings.contrast != "moco")
+    assert ("stored_keys" in dict(training.learner.named_buffers())) == (settings.contrast == "instance-memory")
+    fitted = fitting.fit(images, settings)
+    assert fitted.p.shape == (48, 4) and fitted.q.shape == (48, settings.projection_dim)
+    assert np.isfinite(fitted.p).all() and np.isfinite(fitted.q).all()
+    np.testing.assert_allclose(fitted.p.sum(1), 1, atol=1e-5)
+    np.testing.assert_allclose(np.linalg.norm(fitted.q, axis=1), 1, atol=1e-5)
+    assert (np.diff(np.bincount(fitted.labels, minlength=4)) <= 0).all()  # 0 is the largest
+    assert len(fitted.history) == 2
+    for row in fitted.history:
+        assert all(math.isfinite(row[name]) for name in ("learning_rate", "loss", "loss_id", "loss_cd", "spread"))
+        assert row["loss"] > 0 and row["loss_cd"] >= 0
+    last = fitted.history[-1]
+    assert all(0 <= last[name] <= 1 for name in ("agreement", "confidence", "smallest", "largest", "score"))
+    assert sum(map(int, last["sizes"].split())) == 48
+
+
+def test_the_paper_needs_images_with_colour_and_gets_its_own_settings():
+    settings = Settings(**preset("paper"), n_clusters=4)
+    plans = plan_tasks(settings, 1000)
+    assert {name: (plan.n_clusters, plan.begins, plan.guided_until) for name, plan in plans.items()} == {
+        "cluster": (4, 0, 0),
+        "under": (2, 0, 0),
+    }
+
+
+@pytest.mark.parametrize("momentum, moves", [(0.9, True), (1.0, False)])
+def test_the_momentum_twin_follows(momentum, moves):
+    training = started(momentum=momentum)
+    twin = training.learner.twin
+    before = [p.clone() for p in twin.parameters()]
+    assert all(map(torch.equal, before, training.learner.encoder.parameters()))
+    training.run_epoch()
+    assert all(torch.equal(a, b) for a, b in zip(before, twin.parameters(), strict=True)) != moves
+    assert not any(p.requires_grad for p in twin.parameters())
+
+
+# ---- odd sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "n, changes",
+    [
+        (48, dict(n_clusters=2)),
+        (48, dict(n_clusters=3)),
+        (48, dict(n_clusters=5)),
+        (48, dict(n_clusters=9, memory_size=4)),  # fewer keys than other clusters
+        (48, dict(memory_size=1)),
+        (48, dict(n_clusters=2, memory_size=6, batch_size=48)),  # a batch larger than a bank
+        (50, dict(batch_size=16)),
+        (40, dict(batch_size=None)),
+        (40, dict(batch_size=1000)),
+        (4, dict(n_clusters=2)),
+        (4, dict(n_clusters=4)),
+        (7, dict(n_clusters=7)),
+        (41, dict(batch_size=2)),  # would leave a batch of one image
+        (13, dict(batch_size=6, batch_norm_groups=3)),
+        (14, dict(batch_size=7, batch_norm_groups=3, backbone="resnet18", width=2)),  # 1 x 1 maps, parts of 3, 3 and 1
+    ],
+    ids=lambda value: str(value) if isinstance(value, int) else " ".join(f"{k}={v}" for k, v in value.items()),
+)
+def test_odd_sizes(n, changes):
+    fitted = fitting.fit(make_images(n), tiny(epochs=3, **changes))
+    assert fitted.p.shape == (n, changes.get("n_clusters", 4))
+    assert all(map(math.isfinite, losses(fitted)))
+
+
+def test_the_number_of_clusters_of_each_task():
+    def n_clusters(C: int, n: int = 10_000, **changes) -> dict[str, int]:
+        plans = plan_tasks(Settings(n_clusters=C, **changes), n)
+        return {name: plan.n_clusters for name, plan in plans.items()}
+
+    assert n_clusters(10) == {"cluster": 10, "under": 5, "over": 40}
+    assert n_clusters(5) == {"cluster": 5, "under": 2, "over": 20}
+    assert n_clusters(2) == n_clusters(2, over_factor=4) == {"cluster": 2, "under": 2, "over": 8}
+    assert n_clusters(3, over_factor=2) == {"cluster": 3, "under": 2, "over": 6}
+    assert n_clusters(10, n=200) == {"cluster": 10, "under": 5, "over": 25}
+    assert n_clusters(10, n=80) == {"cluster": 10, "under": 5}
+    assert n_clusters(10, tasks=("instance",)) == {"cluster": 10}
+
+
+def test_a_memory_holds_at_most_half_of_the_images():
+    learner = started(40, n_clusters=3, memory_size=4096).learner
+    assert learner.instance_memory.keys.shape[:2] == (1, 20)
+    assert learner.tasks["cluster"].memory.keys.shape[:2] == (3, 10)
+    assert started(40, n_clusters=3, memory_size=8).learner.tasks["cluster"].memory.keys.shape[:2] == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "n, changes, words",
+    [
+        (3, dict(n_clusters=2), "3 images are too few"),
+        (6, dict(n_clusters=7), "n_clusters=7, but there are only 6 images"),
+        (48, dict(n_clusters=1), "n_clusters=1"),
+        (48, dict(device="nonsense"), "device='nonsense'"),
+        (48, dict(tasks=("over",)), "tasks=\\('over',\\)"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused(n, changes, words):
+    with pytest.raises(InputError, match=words):
+        fitting.fit(make_images(n), tiny(**changes))
+
+
+def test_device_and_augmentation_are_chosen():
+    assert choose_device("cpu") == torch.device("cpu")
+    assert choose_device("auto").type in ("cpu", "cuda", "mps")
+    assert choose_augmentation("auto", 1) is choose_augmentation("strokes", 3)
+    assert choose_augmentation("auto", 3) is choose_augmentation("natural", 1)
+    assert choose_augmentation(torch.flip, 1) is torch.flip
+
+
+def test_a_callable_augmentation_is_used_for_queries_and_keys():
+    seen = []
+
+    def watched(x):
+        seen.append((tuple(x.shape), float(x.min()) >= 0, float(x.max()) <= 1))
+        return x.flip(3)
+
+    fitting.fit(make_images(), tiny(augment=watched, epochs=1))
+    assert seen == [((16, 1, 8, 8), True, True)] * 6  # three steps, two views
+
+
+# ---- what goes wrong ---------------------------------------------------------------------------------
+
+
+class BadView:
+    """The image itself; in one step of one epoch, NaN."""
+
+    def __init__(self, epoch: int, step: int, steps: int):
+        self.bad, self.calls = 2 * ((epoch - 1) * steps + step - 1), 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * math.nan if self.calls - 1 == self.bad else x
+
+
+def test_a_loss_that_is_not_finite_names_step_and_epoch_and_keeps_the_last_good_checkpoint(tmp_path):
+    images = make_images()
+    healthy = tiny(augment=BadView(99, 1, 3), epochs=5, learning_rate=0.06)
+    expected = unbroken(tmp_path, images, healthy)
+    run = RunFolder.create(tmp_path, "bad")
+    with pytest.raises(TrainingError, match=r"nan at step 2 of 3 in epoch 4\. Lower the learning rate \(now 0\.06\)"):
+        fitting.fit(images, tiny(augment=BadView(4, 2, 3), epochs=5, learning_rate=0.06), run=run)
+    tensors, epoch = run.read_checkpoint()
+    assert epoch == 3 and all(value.isfinite().all() for value in tensors.values())
+    assert [row["epoch"] for row in run.read_metrics()] == [1, 2, 3]
+    save_all(run, images, fitting.fit(images, healthy, run=run))
+    assert {name: all_bytes(run)[name] for name in RESULTS if "config" not in name} == {
+        name: all_bytes(expected)[name] for name in RESULTS if "config" not in name
+    }
+
+
+@pytest.mark.parametrize("changes", [dict(), FROM_THE_START, dict(tasks=("instance",))], ids=["default", "paper", "i"])
+@pytest.mark.parametrize("batch_size", [16, 48])
+def test_a_learning_rate_that_is_far_too_high_is_told_and_spoils_no_checkpoint(tmp_path, batch_size, changes):
+    """With one step an epoch, the weights break after the last loss of the epoch was computed."""
+    run = RunFolder.create(tmp_path, "run")
+    settings = tiny(learning_rate=1e38, warmup_epochs=0, epochs=3, batch_size=batch_size, **changes)
+    with pytest.raises(TrainingError, match=r"epoch [12].*learning rate \(now 1e\+38\)"):
+        fitting.fit(make_images(), settings, run=run)
+    if run.checkpoint.exists():
+        training = fitting.start(make_images(), settings)
+        training.load_state(*run.read_checkpoint(), run.checkpoint)
+        assert training.features()[0].isfinite().all()
+
+
+class Collapsed(nn.Module):
+    """Sees nothing: the same feature for every image."""
+
+    def __init__(self):
+        super().__init__()
+        self.feature = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return self.feature.expand(len(x), 8)
+
+
+class Listener(Watcher):
+    def __init__(self):
+        self.heard: list[str] = []
+        self.calls: list[str] = []
+
+    def begin(self, training):
+        self.calls.append("begin")
+
+    def step(self, n_images):
+        self.calls.append("step")
+
+    def epoch(self, row):
+        self.calls.append("epoch")
+
+    def warn(self, message):
+        self.heard.append(message)
+
+
+def test_collapsed_features_are_told_once():
+    listener = Listener()
+    fitted = fitting.fit(make_images(), tiny(backbone=Collapsed(), epochs=4, learning_rate=0.06), listener)
+    collapse = [message for message in listener.heard if "collapsed" in message]
+    assert len(collapse) == 1 and "(now 0.06)" in collapse[0]
+    assert fitted.warnings == listener.heard
+    assert listener.calls == ["begin", *["step", "step", "step", "epoch"] * 4]
+
+
+def test_a_healthy_run_is_not_warned_about():
+    images = make_images(96, groups=3)
+    listener = Listener()
+    fitting.fit(images, tiny(n_clusters=3, epochs=6, learning_rate=0.2, warmup_epochs=0, momentum=0.9), listener)
+    assert not [message for message in listener.heard if "collapsed" in message]
+
+
+def test_one_giant_cluster_is_told():
+    listener = Listener()
+    settings = tiny(backbone=Collapsed(), epochs=6, min_cluster_size=0.0, **FROM_THE_START)
+    fitted = fitting.fit(make_images(), settings, listener)
+    assert any("One cluster holds more than 80%" in message for message in listener.heard)
+    assert any("3 of 4 clusters are empty" in message for message in listener.heard)
+    assert (fitted.labels == 0).all()
+
+
+def test_the_summary_is_plain_and_adds_up():
+    images = make_images(48, labels=np.arange(48) % 4)
+    images.skipped = [("x.png", "empty file")]
+    fitted = fitting.fit(images, tiny(epochs=3))
+    summary = fitting.summarise(fitted, images)
+    assert summary["n_images"] == 48 and summary["n_skipped"] == 1
+    assert [c["cluster"] for c in summary["clusters"]] == [0, 1, 2, 3]
+    assert [c["size"] for c in summary["clusters"]] == np.bincount(fitted.labels, minlength=4).tolist()
+    for cluster in summary["clusters"]:
+        mine = fitted.p[fitted.labels == cluster["cluster"]].max(1, initial=0)
+        assert cluster["confidence"] == (pytest.approx(mine.mean()) if len(mine) else None)
+    assert summary["score"] == fitted.history[-1]["score"]
+    assert summary["acc"] == fitted.history[-1]["acc"]
+    assert summary["image_shape"] == [8, 8, 1]
+
+
+def test_a_missing_seed_is_drawn_and_kept():
+    settings = tiny(random_state=None)
+    drawn = {fitting.draw_seed(settings).random_state for _ in range(3)}
+    assert len(drawn) == 3 and all(isinstance(seed, int) and seed >= 0 for seed in drawn)
+    assert settings.random_state is None
+    fixed = tiny(random_state=7)
+    assert fitting.draw_seed(fixed) is fixed
