@@ -58,9 +58,8 @@ def main() -> None:
         ]
         print(f"| {name} | {len(figures)} | {' | '.join(cells)} |")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(
-        f"{torch.get_num_threads()} threads, {np.mean([r['seconds'] for r in runs]):.0f} s a fit, peak memory {peak:.2f} GiB"
-    )
+    seconds = np.mean([run["seconds"] for run in runs])
+    print(f"{torch.get_num_threads()} threads, {seconds:.0f} s a fit, peak memory {peak:.2f} GiB")
     result = {
         "table": {name: figures for name, figures in rows},
         "runs": runs,

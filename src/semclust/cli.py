@@ -9,6 +9,7 @@ semclust evaluate runs/photos --labels labels.csv
 import contextlib
 import dataclasses
 import itertools
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from semclust import __version__
 from semclust.config import Settings, check, from_json, preset, to_json
-from semclust.errors import InputError, SemclustError
+from semclust.errors import InputError, SemclustError, TrainingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -91,20 +92,26 @@ def main(argv: list[str] | None = None) -> None:
     if argv == ["--version"]:
         print(f"semclust {__version__}")
         return
-    command = parse(argv)
-    from rich.console import Console
-
-    console = Console(soft_wrap=not sys.stdout.isatty())
     try:
-        if isinstance(command, Fit):
-            fit(command, argv, console)
-        elif isinstance(command, Predict):
-            predict(command, console)
-        else:
-            evaluate(command, console)
+        run_command(parse(argv), argv)
     except SemclustError as error:
         print(f"semclust: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+
+
+def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    if isinstance(command, Fit):
+        fit(command, argv, console)
+    elif isinstance(command, Predict):
+        predict(command, console)
+    else:
+        evaluate(command, console)
 
 
 def parse(argv: list[str]) -> Fit | Predict | Evaluate:
@@ -180,6 +187,9 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
         display.close()
         print(f"\nInterrupted. Go on with: semclust fit --resume {run.path}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
+    except TrainingError as error:
+        kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
+        raise TrainingError(f"{error}{kept}") from error
     finally:
         display.close()
     summary = fitting.summarise(fitted, images)

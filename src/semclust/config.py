@@ -77,8 +77,9 @@ class Settings:
     contrast: Literal["moco", "simclr", "instance-memory"] = "moco"
     """Where the key k of a sample comes from: the momentum encoder, the other view through the same
     encoder, or a vector stored for each image."""
-    momentum: float = setting(0.99, low=0, high=1)
-    """Share m that the momentum encoder (or the stored vector) keeps at each step."""
+    momentum: float | None = setting(None, low=0, high=1)
+    """Share m that the momentum encoder keeps at each step, or a stored vector when its image is met.
+    None: 0.99, and 0.5 for stored vectors, which are met once an epoch."""
     temperature: float = setting(0.2, low=1e-3)
     """Temperature tau of all similarities."""
     memory_size: int = setting(4096, low=1)

@@ -1,10 +1,12 @@
 """The scikit-learn face: ``SemanticClusterer``."""
 
+import contextlib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 from sklearn.base import BaseEstimator, ClusterMixin, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 from torch import nn
@@ -12,6 +14,7 @@ from torch import nn
 from semclust import fitting
 from semclust.config import Settings
 from semclust.data import Images, open_images
+from semclust.display import Display
 from semclust.predictor import Predictor
 from semclust.train import choose_device
 
@@ -20,7 +23,7 @@ from semclust.train import choose_device
 class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings):
     """Group unlabelled images by meaning, by Semantic Contrastive Learning.
 
-    The parameters are those of ``semclust.Settings``. Data ``X`` is whatever ``semclust.open_images``
+    The parameters are those of ``semclust.Settings``, and ``verbose``. Data ``X`` is whatever ``semclust.open_images``
     takes: an array (n, H, W) or (n, H, W, channels) of uint8 or floats, a folder, a list of files, a
     ``.npz`` or ``.npy`` file, or "digits".
 
@@ -36,11 +39,16 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     >>> SemanticClusterer(n_clusters=10).fit_predict(images)  # doctest: +SKIP
     """
 
+    verbose: bool = False
+    """Show the progress of a fit."""
+
     def fit(self, X: Any, y: Any = None) -> "SemanticClusterer":
         """Learn features and clusters of X. ``y`` is ignored: no label ever reaches training."""
         images = open_images(X, size=self.image_size)
         images.labels = None
-        return self._take(fitting.fit(images, fitting.draw_seed(self._settings())), images)
+        display = Display(Console()) if self.verbose else None
+        with contextlib.closing(display) if display else contextlib.nullcontext():
+            return self._take(fitting.fit(images, fitting.draw_seed(self._settings()), display), images)
 
     def fit_predict(self, X: Any, y: Any = None, **kwargs: Any) -> np.ndarray:
         """Learn, and return the cluster of each image."""

@@ -75,7 +75,7 @@ def complaints(row: dict[str, Any], settings: Settings, semantic: bool) -> list[
     found = []
     if row["spread"] < COLLAPSED_SPREAD:
         advice = [f"a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})"]
-        advice += ["momentum 0.99"] if settings.momentum < 0.99 else []
+        advice += ["momentum 0.99"] if settings.momentum is not None and settings.momentum < 0.99 else []
         advice += ["warmup_epochs 3"] if settings.warmup_epochs < 3 else []
         advice += ["projection_norm"] if not settings.projection_norm else []
         found.append(

@@ -1,4 +1,4 @@
-"""The training loop: joint learning of the three tasks, one epoch at a time (Section 3.2).
+"""The training loop: joint learning of several tasks, one epoch at a time (Section 3.2).
 
 An epoch is: steps over all images in random order, then the renewal of every label. All that training
 changes lies in ``Training.learner`` and ``Training.optimiser``; every epoch seeds its own random
@@ -38,6 +38,7 @@ from semclust.partition import k_means, spectral_partition
 from semclust.storage import load_into
 
 SGD_MOMENTUM = 0.9
+MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys, where none is asked for
 INFERENCE_BATCH = 1024
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
@@ -116,6 +117,7 @@ class Training:
         self.n_images = len(pixels)
         self.images = torch.tensor(pixels).to(device).permute(0, 3, 1, 2)  # N x c x H x W
         self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
+        self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
         with self._own_random_numbers(0):
             self.learner = Learner(settings, pixels.shape[1:], self.n_images)
         channels_last(self.learner.to(device))
@@ -246,9 +248,9 @@ class Training:
         """After the backward pass: move the momentum twin, write the keys into the memories."""
         learner = self.learner
         if learner.twin is not None:
-            follow(learner.twin, learner.encoder, self.settings.momentum)
+            follow(learner.twin, learner.encoder, self.momentum)
         if self.settings.contrast == "instance-memory":
-            m = self.settings.momentum
+            m = self.momentum
             for i, name in enumerate(k):
                 k[name] = F.normalize(m * k[name] + (1 - m) * q[name].detach(), dim=1)
                 learner.stored_keys[i, index] = k[name]
