@@ -13,7 +13,9 @@ def n_parameters_by_hand(name, in_channels, w):
     """Weights of every 3 x 3 and 1 x 1 convolution and two numbers a channel for each batch norm."""
     total = 9 * in_channels * w + 2 * w
     before = w
-    for stage, n_blocks in enumerate({"resnet10": [1, 1, 1, 1], "resnet18": [2, 2, 2, 2], "resnet34": [3, 4, 6, 3]}[name]):
+    for stage, n_blocks in enumerate(
+        {"resnet10": [1, 1, 1, 1], "resnet18": [2, 2, 2, 2], "resnet34": [3, 4, 6, 3]}[name]
+    ):
         here = w * 2**stage
         for _ in range(n_blocks):
             total += 9 * before * here + 2 * here + 9 * here * here + 2 * here

@@ -177,7 +177,7 @@ def test_fit_does_not_write_into_the_data():
 
 
 def test_the_parameters_are_the_settings():
-    assert list(SemanticClusterer().get_params()) == sorted(f.name for f in fields(Settings))
+    assert list(SemanticClusterer().get_params()) == sorted([*(f.name for f in fields(Settings)), "verbose"])
     for f in fields(Settings):
         assert getattr(SemanticClusterer(), f.name) == f.default
     assert semclust.SemanticClusterer is SemanticClusterer

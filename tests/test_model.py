@@ -122,7 +122,7 @@ def test_width_follows_the_smaller_side_where_none_is_given():
 
 
 def test_an_unknown_name_is_refused_by_name():
-    with pytest.raises(InputError, match=r"backbone='vgg'.*resnet18 or resnet34"):
+    with pytest.raises(InputError, match=r"backbone='vgg'.*resnet18, resnet34"):
         build("vgg")
 
 

@@ -242,7 +242,11 @@ def test_any_name_comes_back(tmp_path, name):
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
-@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8), max_size=6))
+@given(
+    st.lists(
+        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=6
+    )
+)
 @example(["\r", "\n", '"', ",", "\r\n", "a\rb"])
 def test_any_names_come_back(names):
     with tempfile.TemporaryDirectory() as folder:

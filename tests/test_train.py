@@ -485,7 +485,7 @@ def test_a_step_has_the_losses_of_the_paper(changes):
 
     # After the step: the twin has followed, the keys are in the memories.
     if settings.contrast == "instance-memory":
-        m = settings.momentum
+        m = training.momentum
         for name, place in zip(q, range(len(stored)), strict=True):
             mixed = [naive.follow(a, b, m) for a, b in zip(k[name], q[name], strict=True)]
             k[name] = [[v / math.sqrt(naive.dot(row, row)) for v in row] for row in mixed]
@@ -495,7 +495,7 @@ def test_a_step_has_the_losses_of_the_paper(changes):
     for twin_weight, start, weight in zip(
         learner.twin.parameters() if twin_before else [], twin_before, learner.encoder.parameters(), strict=False
     ):
-        m = settings.momentum
+        m = training.momentum
         assert_close(twin_weight.detach(), m * start + (1 - m) * weight.detach(), rtol=1e-5, atol=1e-7)
     naive.enqueue(instance_banks, k[learner.instance_projection], [0] * len(index))
     assert_close(torch.tensor(banks_of(learner.instance_memory)), torch.tensor(instance_banks), rtol=0, atol=1e-5)
@@ -607,7 +607,7 @@ def test_small_clusters_are_merged_away():
         task = training.learner.tasks["cluster"]
         with torch.no_grad():
             task.classifier.linear.bias.copy_(torch.tensor([100.0, 0, 0, 0]))
-        training._renew_labels()
+        training._renew_labels(*training.features())
         sizes[share] = task.y.bincount(minlength=4).tolist()
     assert sizes[0.0] == [48, 0, 0, 0]
     assert min(sizes[0.9]) > 0
@@ -668,10 +668,11 @@ def test_the_partition_is_repeated_every_fourth_epoch_until_guidance_ends(monkey
 def test_instance_contrast_alone_gives_the_k_means_of_its_features():
     training = started(96, epochs=3, tasks=("instance",))
     for _ in range(3):
-        row, refresh = training.run_epoch()
+        row, _ = training.run_epoch()
+    q = training.features()[1]["shared"]
     y = training.learner.tasks["cluster"].y
-    mean = torch.stack([refresh.q[y == j].mean(0) for j in range(4)])
-    nearest = torch.cdist(refresh.q, mean).argmin(1)
+    mean = torch.stack([q[y == j].mean(0) for j in range(4)])
+    nearest = torch.cdist(q, mean).argmin(1)
     assert torch.equal(nearest, y)
     assert row["loss_cd"] == 0 and not math.isnan(row["score"])
 

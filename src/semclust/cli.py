@@ -97,6 +97,9 @@ def main(argv: list[str] | None = None) -> None:
     except SemclustError as error:
         print(f"semclust: {error}", file=sys.stderr)
         raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("\nInterrupted.", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
@@ -118,8 +121,8 @@ def parse(argv: list[str]) -> Fit | Predict | Evaluate:
     """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
     default: Any = tyro.MISSING
     if argv[:1] == ["fit"]:
-        settings = FitSettings(n_clusters=Settings.n_clusters) if "--resume" in argv else FitSettings()
         words = [part for word in argv for part in word.split("=", 1)]
+        settings = FitSettings(n_clusters=Settings.n_clusters) if "--resume" in words else FitSettings()
         if ("--preset", "paper") in itertools.pairwise(words):
             settings = dataclasses.replace(settings, **preset("paper"))
         default = Fit(settings=settings)
@@ -135,7 +138,7 @@ def parse(argv: list[str]) -> Fit | Predict | Evaluate:
 def fit(command: Fit, argv: list[str], console: "Console") -> None:
     from semclust import fitting
     from semclust.data import open_images
-    from semclust.display import Display, show_clusters
+    from semclust.display import Display, printable, show_clusters
     from semclust.run_folder import RunFolder, fingerprint
     from semclust.truth import read_labels
 
@@ -196,19 +199,21 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     fitted.predictor.save(run.model)
     run.write_results(images.names, fitted.p, fitted.q, summary)
     show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
-    console.print(f"{summary['seconds']:.0f} s; run folder: {run.path}", markup=False, highlight=False)
+    console.print(f"{summary['seconds']:.0f} s; run folder: {printable(str(run.path))}", markup=False, highlight=False)
 
 
 def predict(command: Predict, console: "Console") -> None:
     from semclust import metrics
-    from semclust.predictor import Predictor
+    from semclust.display import printable
+    from semclust.predictor import Predictor, model_folder
     from semclust.run_folder import free_path, write_assignments
     from semclust.train import choose_device
 
     if command.out and command.out.exists():
         raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
-    run = command.run
-    predictor = Predictor.load(run / "model" if (run / "config.json").exists() and (run / "model").is_dir() else run)
+    if command.out and not command.out.parent.is_dir():
+        raise InputError(f"There is no folder {str(command.out.parent)!r} for --out; make it, or choose another.")
+    predictor = Predictor.load(model_folder(command.run))
     with reading(console) as on_image:
         images = predictor.open(command.data, on_image)
     p, _ = predictor(images.pixels, choose_device(command.device))
@@ -218,7 +223,7 @@ def predict(command: Predict, console: "Console") -> None:
         console.print(f"skipped {name!r}: {reason}", markup=False, highlight=False)
     if images.labels is not None:
         console.print(metrics.in_words(metrics.evaluate(p.argmax(1), images.labels)))
-    console.print(f"{len(p):,} images assigned; written to {out}", markup=False, highlight=False)
+    console.print(f"{len(p):,} images assigned; written to {printable(str(out))}", markup=False, highlight=False)
 
 
 def evaluate(command: Evaluate, console: "Console") -> None:
@@ -240,9 +245,17 @@ def evaluate(command: Evaluate, console: "Console") -> None:
         if config.get("labels"):
             labels = read_labels(config["labels"], names)
         else:
-            own = open_images(config["data"]).labels
+            data = config.get("data")
+            if data is None:
+                raise InputError(f"{run.path / 'config.json'} names no data; say --labels labels.csv.")
+            own = open_images(data).labels
             if own is None:
-                raise InputError(f"{config['data']!r} holds no labels; say --labels labels.csv, or --labels folders.")
+                raise InputError(f"{data!r} holds no labels; say --labels labels.csv, or --labels folders.")
+            if len(own) != len(names):
+                raise InputError(
+                    f"{data!r} holds {len(own)} labels, but the run has {len(names)} images: it has changed since. "
+                    "Restore it, or say --labels labels.csv."
+                )
             labels = own
     console.print(metrics.in_words(metrics.evaluate(clusters, labels)))
     table = Table(title="images of each class in each cluster", title_justify="left")
@@ -256,7 +269,7 @@ def evaluate(command: Evaluate, console: "Console") -> None:
 
 def absolute(source: str) -> str:
     """A path that still holds when a run is resumed from another folder; other words stay as they are."""
-    return str(Path(source).resolve()) if Path(source).exists() else source
+    return source if source in ("digits", "folders") or not Path(source).exists() else str(Path(source).resolve())
 
 
 @contextlib.contextmanager

@@ -153,6 +153,8 @@ def to_json(settings: Settings) -> dict[str, Any]:
 
 def from_json(values: dict[str, Any]) -> dict[str, Any]:
     """Keyword arguments for Settings from JSON values."""
+    if not isinstance(values, dict):
+        raise InputError(f"The settings are {values!r}; expected names and values.")
     unknown = set(values) - {f.name for f in dataclasses.fields(Settings)}
     if unknown:
         raise InputError(f"Unknown settings {', '.join(sorted(unknown))}: written by another version of semclust?")

@@ -12,10 +12,10 @@ from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
 from semclust import fitting
-from semclust.config import Settings
+from semclust.config import Settings, check
 from semclust.data import Images, open_images
 from semclust.display import Display
-from semclust.predictor import Predictor
+from semclust.predictor import Predictor, model_folder
 from semclust.train import choose_device
 
 
@@ -39,11 +39,16 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     >>> SemanticClusterer(n_clusters=10).fit_predict(images)  # doctest: +SKIP
     """
 
+    # As any estimator, one is equal to itself only; Settings are equal by their values.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
+
     verbose: bool = False
     """Show the progress of a fit."""
 
     def fit(self, X: Any, y: Any = None) -> "SemanticClusterer":
         """Learn features and clusters of X. ``y`` is ignored: no label ever reaches training."""
+        check(self._settings())
         images = open_images(X, size=self.image_size)
         images.labels = None
         display = Display(Console()) if self.verbose else None
@@ -74,10 +79,7 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     @classmethod
     def load(cls, path: str | Path, backbone: nn.Module | None = None) -> "SemanticClusterer":
         """A model that ``save`` wrote, or a run folder of ``semclust fit``. It predicts at once."""
-        folder = Path(path)
-        if (folder / "model").is_dir():
-            folder = folder / "model"
-        predictor = Predictor.load(folder, backbone)
+        predictor = Predictor.load(model_folder(Path(path)), backbone)
         made = cls(**{f.name: getattr(predictor.settings, f.name) for f in fields(Settings)})
         made.predictor_ = predictor
         return made

@@ -12,7 +12,7 @@ import torch
 from semclust import __version__, metrics
 from semclust.config import Settings, check
 from semclust.data import Images
-from semclust.errors import InputError
+from semclust.errors import DamagedFileError, InputError
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder
 from semclust.train import Training, choose_augmentation, choose_device
@@ -57,13 +57,17 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
             training.load_state(tensors, epoch, run.checkpoint)
         run.drop_metrics_after(training.epoch)
         history = run.read_metrics()
+        if len(history) != training.epoch:
+            raise DamagedFileError(
+                f"{run.metrics} holds {len(history)} epochs and {run.checkpoint} {training.epoch}; restore the former."
+            )
+    warnings = list(dict.fromkeys(m for row in history for m in metrics.complaints(row, settings)))
     watcher.begin(training)
 
-    warnings: list[str] = []
     while training.epoch < settings.epochs:
-        row, refresh = training.run_epoch(watcher.step)
+        row, p = training.run_epoch(watcher.step)
         if images.labels is not None:
-            figures = metrics.evaluate(refresh.p.argmax(1).cpu().numpy(), images.labels)
+            figures = metrics.evaluate(p.argmax(1).cpu().numpy(), images.labels)
             clustered = not math.isnan(row["score"])
             row |= figures if clustered else dict.fromkeys(figures, math.nan)
         history.append(row)
@@ -71,15 +75,15 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
             run.append_metrics(row)
             run.write_checkpoint(training.state(), training.epoch)
         watcher.epoch(row)
-        for message in metrics.complaints(row, settings, semantic=row["churn"] == row["churn"]):
+        for message in metrics.complaints(row, settings):
             if message not in warnings:
                 warnings.append(message)
                 watcher.warn(message)
 
     predictor = Predictor.from_learner(training.learner, settings, images.pixels.shape[1:], images.value_range)
-    p, q = predictor(images.pixels, training.device)
-    order = predictor.number_by_size(p.argmax(1))
-    return Fitted(predictor, p[:, order], q, history, warnings, time.monotonic() - started)
+    probabilities, q = predictor(images.pixels, training.device)
+    order = predictor.number_by_size(probabilities.argmax(1))
+    return Fitted(predictor, probabilities[:, order], q, history, warnings, time.monotonic() - started)
 
 
 def check_suits(images: Images, settings: Settings) -> None:

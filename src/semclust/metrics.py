@@ -69,9 +69,9 @@ def health(p: Tensor, p_memory: Tensor, q: Tensor, churn: float) -> dict[str, An
     }
 
 
-def complaints(row: dict[str, Any], settings: Settings, semantic: bool) -> list[str]:
-    """What is wrong with an epoch's figures, in words and with the next step. ``semantic``: clusters
-    have been learned for at least an epoch."""
+def complaints(row: dict[str, Any], settings: Settings) -> list[str]:
+    """What is wrong with an epoch's figures, in words and with the next step."""
+    semantic = not math.isnan(row["churn"])  # clusters have been learned for at least an epoch
     found = []
     if row["spread"] < COLLAPSED_SPREAD:
         advice = [f"a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})"]

@@ -4,7 +4,7 @@ Shapes: N images, H x W pixels, c channels, C clusters, d representation.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from semclust import __version__
-from semclust.config import Settings, from_json, to_json
+from semclust.config import Settings, check, from_json, to_json
 from semclust.data import Images, open_images
 from semclust.errors import DamagedFileError, InputError
 from semclust.model import ClusterNetwork, Encoder, LinearClassifier, build_backbone, channels_last
@@ -40,11 +40,12 @@ class Predictor:
         """Take over a learner's weights for the target task."""
         made = cls._blank(settings, image_shape, value_range)
         kept = f"projections.{learner.tasks['cluster'].projection}."
-        encoder = {
-            name.replace(kept, "projections.cluster."): value
-            for name, value in learner.encoder.state_dict().items()
-            if name.startswith(kept) or not name.startswith("projections.")
-        }
+        encoder = {}
+        for name, value in learner.encoder.state_dict().items():
+            if name.startswith(kept):
+                encoder[f"projections.cluster.{name.removeprefix(kept)}"] = value
+            elif not name.startswith("projections."):
+                encoder[name] = value
         made.network.encoder.load_state_dict(encoder)
         made.network.classifier.load_state_dict(learner.tasks["cluster"].classifier.state_dict())
         return made
@@ -53,6 +54,11 @@ class Predictor:
     def _blank(
         cls, settings: Settings, image_shape: tuple[int, int, int], value_range: tuple[float, float]
     ) -> "Predictor":
+        with torch.random.fork_rng(devices=[]):  # the weights are about to be replaced: draw from no one's numbers
+            return cls(settings, image_shape, value_range, cls._blank_network(settings, image_shape))
+
+    @staticmethod
+    def _blank_network(settings: Settings, image_shape: tuple[int, int, int]) -> ClusterNetwork:
         backbone, n_features = build_backbone(
             settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
         )
@@ -63,7 +69,7 @@ class Predictor:
         classifier = LinearClassifier(n_features if pooled else dim, settings.n_clusters, settings.temperature)
         network = ClusterNetwork(encoder, classifier, pooled)
         channels_last(network).eval()
-        return cls(settings, image_shape, value_range, network)
+        return network
 
     def number_by_size(self, labels: np.ndarray) -> np.ndarray:
         """Renumber the clusters, 0 the largest of ``labels``; returns the old id of each new one."""
@@ -87,7 +93,7 @@ class Predictor:
         p: list[Tensor] = []
         q: list[Tensor] = []
         for start in range(0, len(pixels), BATCH):
-            part = torch.from_numpy(np.ascontiguousarray(pixels[start : start + BATCH])).to(device)
+            part = torch.tensor(pixels[start : start + BATCH]).to(device)
             x = part.permute(0, 3, 1, 2).float().div(255).contiguous(memory_format=torch.channels_last)
             for parts, result in zip((p, q), network(x), strict=True):
                 parts.append(result.cpu())
@@ -121,8 +127,11 @@ class Predictor:
             )
         try:
             settings = Settings(**from_json(about["settings"]))
+            check(replace(settings, backbone="auto", augment="auto"))  # either may stand for the user's own
             H, W, c = map(int, about["image_shape"])
             low, high = map(float, about["value_range"])
+            if min(H, W, c) < 1:
+                raise ValueError(f"image_shape {[H, W, c]}")
         except (KeyError, TypeError, ValueError) as error:
             raise DamagedFileError(
                 f"{folder / 'config.json'} is damaged ({error!r}). Fit again, or restore it."
@@ -139,3 +148,12 @@ class Predictor:
         tensors, _ = read_tensors(folder / "model.safetensors")
         load_into(made.network, tensors, folder / "model.safetensors")
         return made
+
+
+def model_folder(path: Path) -> Path:
+    """The model inside a run folder of `semclust fit`; a model folder is its own."""
+    if (path / "model").is_dir():
+        return path / "model"
+    if (path / "metrics.csv").exists() or (path / "last.ckpt").exists():
+        raise InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
+    return path

@@ -106,8 +106,11 @@ class RunFolder:
         """Forget rows of epochs that no checkpoint holds: they are about to be repeated."""
         if not self.metrics.exists():
             return
-        header, *rows = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
-        kept = [row for row in rows if row.endswith("\n") and int(row.split(",", 1)[0]) <= epoch]
+        try:
+            header, *rows = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
+            kept = [row for row in rows if row.endswith("\n") and int(row.split(",", 1)[0]) <= epoch]
+        except ValueError as error:
+            raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
         if kept:
             write_whole(self.metrics, "".join([header, *kept]).encode())
         else:
@@ -168,6 +171,8 @@ def read_assignments(path: Path) -> tuple[list[str], np.ndarray]:
     try:
         with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
             rows = list(csv.DictReader(file))
+        if not rows:
+            raise ValueError("it holds no row")
         return [row["path"] for row in rows], np.array([int(row["cluster"]) for row in rows])
     except FileNotFoundError:
         raise InputError(f"{path} is missing: has the run finished? `semclust fit --resume {path.parent}`") from None
@@ -179,7 +184,9 @@ def read_assignments(path: Path) -> tuple[list[str], np.ndarray]:
 
 def csv_bytes(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> bytes:
     text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    # A carriage return in a name is not quoted by itself, and would read as the end of a row.
+    returns = any("\r" in str(cell) for row in rows for cell in row)
+    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL)
     writer.writerow(header)
     writer.writerows(rows)
     return text.getvalue().encode("utf-8", errors="surrogateescape")

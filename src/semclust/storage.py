@@ -50,32 +50,38 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """A safetensors file with the JSON object ``about`` in its header."""
-    plain = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
+    # Clones, since safetensors refuses tensors that share their memory, as tied weights do.
+    plain = {name: value.detach().cpu().contiguous().clone() for name, value in tensors.items()}
     write_whole(path, save(plain, metadata={"about": json.dumps(about)}))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the ``about`` of ``write_tensors``."""
     try:
-        with open(path, "rb") as file:
-            start = file.read(2)
-        if start[:1] == b"\x80" or start == b"PK":  # pickle, or the zip file that torch.save makes
-            raise DamagedFileError(
-                f"{path} is a pickle, which could run code when loaded; expected a safetensors file. "
-                f"{NEXT_STEP} with `semclust fit`, or convert it where you trust its origin."
-            )
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "null"))
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing. {NEXT_STEP}.") from None
     except (OSError, SafetensorError, ValueError) as error:
-        if isinstance(error, DamagedFileError):
-            raise
+        if looks_like_pickle(path):
+            raise DamagedFileError(
+                f"{path} is a pickle, which could run code when loaded; expected a safetensors file. {NEXT_STEP}."
+            ) from None
         raise DamagedFileError(f"{path} is damaged: not a whole safetensors file ({error}). {NEXT_STEP}.") from error
     if not isinstance(about, dict):
         raise DamagedFileError(f"{path} was not written by semclust: its header has no description. {NEXT_STEP}.")
     return tensors, about
+
+
+def looks_like_pickle(path: Path) -> bool:
+    """A pickle, or the zip file that torch.save makes of one."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(2)
+    except OSError:
+        return False
+    return start[:1] == b"\x80" or start == b"PK"
 
 
 def load_into(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:

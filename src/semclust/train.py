@@ -10,7 +10,6 @@ Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representatio
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from semclust import core, labels, metrics
 from semclust.augment import AUGMENTATIONS, Augmentation
 from semclust.config import Settings
 from semclust.core import SemanticMemory
-from semclust.errors import InputError, TrainingError
+from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.model import (
     ClusterTask,
     Encoder,
@@ -99,14 +98,6 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     return plans
 
 
-@dataclass
-class Refresh:
-    """What one pass over all images without augmentation gives."""
-
-    p: Tensor  # N x C probabilities of the classifier, target task
-    q: Tensor  # N x d representations, target task
-
-
 class Training:
     """A run in progress. ``run_epoch`` until ``epoch == settings.epochs``."""
 
@@ -126,6 +117,8 @@ class Training:
         self.optimiser = torch.optim.SGD(
             self.trained, lr=0.0, momentum=SGD_MOMENTUM, weight_decay=settings.weight_decay
         )
+        for parameter in self.trained:  # as SGD would at the first step, but there from the start to be saved
+            self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
     def learns(self, task: ClusterTask) -> bool:
         """Whether the current epoch trains on this task."""
@@ -133,20 +126,25 @@ class Training:
 
     # ---- one epoch -------------------------------------------------------------------------------
 
-    def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Refresh]:
-        """Train for one epoch and renew the labels. Returns the row of figures and the refresh."""
+    def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Tensor]:
+        """Train for one epoch and renew the labels. Returns the row of figures, and the classifier's
+        probabilities p of all images without augmentation (N x C)."""
         with self._own_random_numbers(1 + self.epoch):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step)
+            h, q = self.features()
+            if not all(tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)):
+                raise self._not_finite("Weights or features were not finite after the last step")
             self.epoch += 1
-            figures, refresh = self._renew_labels()
-        return row | figures, refresh
+            figures, p = self._renew_labels(h, q)
+        return row | figures, p
 
     def _steps(self, on_step: Callable[[int], None]) -> dict[str, float]:
         self.learner.train()
         order = torch.randperm(self.n_images, device=self.device)
         # Batches of nearly one size: a last batch of a few images would have useless batch statistics.
-        batches = order.tensor_split(math.ceil(self.n_images / self.batch_size))
+        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
+        batches = order.tensor_split(n_batches)
         losses = torch.zeros(len(batches), 3, device=self.device)
         for step, index in enumerate(batches):
             rate = self.learning_rate(self.epoch + step / len(batches))
@@ -157,14 +155,15 @@ class Training:
         finite = losses.isfinite().all(1)
         if not finite.all():
             bad = int((~finite).nonzero()[0, 0])
-            raise TrainingError(
-                f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {len(batches)} in epoch "
-                f"{self.epoch + 1}. "
-                f"Lower the learning rate (now {self.settings.learning_rate}), for example to "
-                f"{self.settings.learning_rate / 3:.2g}."
-            )
+            raise self._not_finite(f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {len(batches)}")
         loss, l_id, l_cd = losses.mean(0).tolist()
         return {"learning_rate": rate, "loss": loss, "loss_id": l_id, "loss_cd": l_cd}
+
+    def _not_finite(self, what: str) -> TrainingError:
+        rate = self.settings.learning_rate
+        return TrainingError(
+            f"{what} in epoch {self.epoch + 1}. Lower the learning rate (now {rate}), for example to {rate / 3:.2g}."
+        )
 
     def learning_rate(self, epoch: float) -> float:
         """Cosine decay over all epochs, after a linear rise."""
@@ -261,9 +260,8 @@ class Training:
     # ---- label refresh ---------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _renew_labels(self) -> tuple[dict[str, Any], Refresh]:
-        """Renew y and s of every task from all images without augmentation (Eq. 5, 6)."""
-        h, q = self.features()
+    def _renew_labels(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """Renew y and s of every task from the features of all images (Eq. 5, 6)."""
         for name, task in self.learner.tasks.items():
             q_task = q[task.projection]
             seen = self._classifier_sees(h, q_task)
@@ -275,11 +273,11 @@ class Training:
                 churn = math.nan
                 task.s.fill_(1)
             if name == "cluster":
-                refresh = Refresh(task.classifier(seen).softmax(1), q_task)
-                figures = metrics.health(refresh.p, self._memory_assignment(task, q_task), q_task, churn)
+                p = task.classifier(seen).softmax(1)
+                figures = metrics.health(p, self._memory_assignment(task, q_task), q_task, churn)
                 if not self.learns(task) and not self.instance_alone:  # there are no clusters yet to speak of
                     figures |= dict.fromkeys(figures.keys() - {"spread"}, math.nan)
-        return figures, refresh
+        return figures, p
 
     def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor) -> Tensor:
         """The labels that the next epoch learns from."""
@@ -356,9 +354,7 @@ class Training:
         """All tensors that a resumed run needs; with the epoch, the settings and the images it is whole."""
         tensors = {f"learner.{name}": value for name, value in self.learner.state_dict().items()}
         for i, parameter in enumerate(self.trained):
-            velocity = self.optimiser.state[parameter].get("momentum_buffer")
-            if velocity is not None:
-                tensors[f"velocity.{i}"] = velocity
+            tensors[f"velocity.{i}"] = self.optimiser.state[parameter]["momentum_buffer"]
         return tensors
 
     def load_state(self, tensors: dict[str, Tensor], epoch: int, source: Path) -> None:
@@ -366,9 +362,14 @@ class Training:
         prefix = "learner."
         learner = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         load_into(self.learner, learner, source)
-        for i, parameter in enumerate(self.trained):
-            if (velocity := tensors.get(f"velocity.{i}")) is not None:
-                self.optimiser.state[parameter]["momentum_buffer"] = torch.empty_like(parameter).copy_(velocity)
+        velocities = [tensors.get(f"velocity.{i}") for i in range(len(self.trained))]
+        if len(tensors) != len(learner) + len(velocities) or any(
+            velocity is None or velocity.shape != parameter.shape
+            for velocity, parameter in zip(velocities, self.trained, strict=True)
+        ):
+            raise DamagedFileError(f"{source} does not hold this run's optimiser state. Restore it, or fit again.")
+        for velocity, parameter in zip(velocities, self.trained, strict=True):
+            self.optimiser.state[parameter]["momentum_buffer"].copy_(velocity)
         self.epoch = epoch
 
 
