@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semclust.backbones import SmallImageResNet, Sobel
+from semclust.backbones import BLOCKS, SmallImageResNet, Sobel
 from semclust.core import SemanticMemory, bank_size
 from semclust.errors import InputError
 
