@@ -20,18 +20,18 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/python:
+.venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
 	  { echo "semclust needs Python 3.10 or newer, but '$(PYTHON)' is $$($(PYTHON) --version 2>&1). Say: make PYTHON=python3.12"; exit 1; }
 	$(PYTHON) -m venv .venv
 	@touch $@
 
-.venv/demo: .venv/python pyproject.toml constraints.txt
+.venv/demo: .venv/made pyproject.toml constraints.txt
 	@echo "installing semclust into .venv (PyTorch is large: this can take some minutes)"
 	$(INSTALL) -e .
 	@touch $@
 
-.venv/dev: .venv/python pyproject.toml constraints.txt
+.venv/dev: .venv/made pyproject.toml constraints.txt
 	@echo "installing semclust and its development tools into .venv (PyTorch is large: this can take some minutes)"
 	$(INSTALL) -e ".[dev]"
 	@touch $@ .venv/demo

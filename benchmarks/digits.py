@@ -4,6 +4,7 @@ python benchmarks/digits.py            prints a table and writes benchmarks/digi
 """
 
 import json
+import math
 import platform
 import resource
 import time
@@ -34,8 +35,8 @@ def main() -> None:
         started = time.monotonic()
         fitted = fitting.fit(images, Settings(n_clusters=10, random_state=seed, device="cpu"))
         final = metrics.evaluate(fitted.labels, truth)
-        best = max(fitted.history, key=lambda row: row["acc"] if row["acc"] == row["acc"] else -1)
-        picked = max(fitted.history, key=lambda row: row["score"] if row["score"] == row["score"] else -1)
+        best = max((row for row in fitted.history if not math.isnan(row["acc"])), key=lambda row: row["acc"])
+        picked = fitted.history[metrics.best_epoch(fitted.history) - 1]
         last_epochs.append(final)
         runs.append(
             {

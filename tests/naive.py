@@ -147,6 +147,19 @@ def nearest(row, centroids):
     return max(centroids, key=lambda j: dot(row, centroids[j]))
 
 
+def smaller_half(rows, min_size):
+    half = second_half(rows)
+    if 2 * sum(half) > len(rows):
+        half = [not inside for inside in half]
+    if sum(half) >= min_size or len(rows) < 2:
+        return half
+    there = mean([row for row, inside in zip(rows, half, strict=True) if inside])
+    here = mean([row for row, inside in zip(rows, half, strict=True) if not inside])
+    along = [dot(row, [a - b for a, b in zip(there, here, strict=True)]) for row in rows]
+    leaving = sorted(range(len(rows)), key=lambda i: -along[i])[: len(rows) // 2]
+    return [i in leaving for i in range(len(rows))]
+
+
 def merge_and_split(y, x, C, min_size):
     y = list(y)
     small = [j for j in range(C) if y.count(j) < min_size]
@@ -158,7 +171,7 @@ def merge_and_split(y, x, C, min_size):
     for empty in small:
         largest = max(range(C), key=y.count)
         members = [i for i, y_i in enumerate(y) if y_i == largest]
-        for i, inside in zip(members, second_half([x[i] for i in members]), strict=True):
+        for i, inside in zip(members, smaller_half([x[i] for i in members], min_size), strict=True):
             if inside:
                 y[i] = empty
     return y

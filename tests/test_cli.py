@@ -359,10 +359,20 @@ def test_a_damaged_checkpoint_is_named(interrupted, content, capsys):
     assert (interrupted / "metrics.csv").read_bytes() == rows_before
 
 
-def test_a_missing_checkpoint_starts_the_run_anew(interrupted, finished):
+def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_anew(interrupted, finished):
     (interrupted / "last.ckpt").unlink()
+    rows = (interrupted / "metrics.csv").read_text().splitlines(keepends=True)
+    (interrupted / "metrics.csv").write_text("".join(rows[:2]))
     assert call("fit", "--resume", interrupted) == 0
     assert contents(interrupted) == contents(finished)
+
+
+def test_a_finished_run_without_its_checkpoint_is_left_alone(run, capsys):
+    (run / "last.ckpt").unlink()
+    kept = [name for name in RESULTS if name != "last.ckpt"]
+    before = contents(run, kept)
+    assert "last.ckpt is missing" in refused(capsys, "fit", "--resume", run)
+    assert contents(run, kept) == before
 
 
 @pytest.mark.parametrize("content", [b"epoch,loss\ngarbage\n", b"\xff\xfe\n" * 3, None])

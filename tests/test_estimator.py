@@ -99,6 +99,7 @@ def test_every_kind_of_data(kind, size, tmp_path):
     model = small(epochs=1, image_size=size, backbone=TinyBackbone(c))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("default", message="The features have collapsed|.* clusters are empty|One cluster")
         labels = model.fit_predict(X)
         p, q = model.predict_proba(X), model.transform(X)
     assert labels is model.labels_ and labels.shape == (N,)
@@ -159,7 +160,7 @@ def test_new_images_of_another_size_and_colour_are_brought_to_the_fitted_ones(fi
 
 
 def test_floats_keep_the_scale_of_the_fit():
-    X = grey().astype(np.float64) * 7 - 900
+    X = grey() * np.linspace(1, 7, N)[:, None, None] - 900  # images of 255 to 1785 steps of brightness
     model = small().fit(X)
     np.testing.assert_allclose(model.predict_proba(X[:1]), model.probabilities_[:1], atol=1e-5)
     np.testing.assert_allclose(model.predict_proba(X[3:5]), model.probabilities_[3:5], atol=1e-5)
@@ -170,6 +171,7 @@ def test_fit_does_not_write_into_the_data():
     X.flags.writeable = False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.filterwarnings("default", message="The features have collapsed|.* clusters are empty|One cluster")
         small(epochs=1, image_size=None).fit(X).predict(X)
 
 
@@ -265,6 +267,14 @@ def test_a_seed_repeats_and_none_draws_one():
     drawn = [small(random_state=None).fit(grey()) for _ in range(2)]
     assert not np.array_equal(drawn[0].probabilities_, drawn[1].probabilities_)
     assert drawn[0].random_state is None  # the parameter stays as it was set
+
+
+def test_progress_is_shown_only_where_asked(capsys):
+    quiet = small().fit(grey()).probabilities_
+    assert capsys.readouterr() == ("", "")
+    np.testing.assert_array_equal(small(verbose=True).fit(grey()).probabilities_, quiet)
+    said = capsys.readouterr().out
+    assert "40 images of 8 x 8 x 1 into 3 clusters" in said and "epoch 2/2" in said
 
 
 def test_fit_leaves_the_parameters_alone():
@@ -533,3 +543,29 @@ def test_a_pickle_in_place_of_a_model_is_not_run(saved, tmp_path):
 def test_the_papers_settings_fit():
     paper = preset("paper") | dict(n_clusters=3, epochs=1, width=2, batch_size=20, device="cpu", image_size=8)
     assert SemanticClusterer(**paper).fit(noisy_groups(N, channels=3)).labels_.shape == (N,)
+
+
+def test_what_is_wrong_with_a_fit_is_a_warning(tmp_path):
+    blank = np.zeros((40, 16, 16), dtype=np.uint8)
+    with pytest.warns(UserWarning, match="The features have collapsed"):
+        SemanticClusterer(n_clusters=2, epochs=1, width=2, device="cpu").fit(blank)
+
+
+def test_saving_never_replaces_what_is_not_a_model(fitted, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.json").write_text('{"data": "photos"}')
+    (tmp_path / "file").write_text("notes")
+    for place in ("run", "file"):
+        with pytest.raises(InputError, match="holds something else"):
+            fitted.save(tmp_path / place)
+    assert (tmp_path / "run/config.json").read_text() == '{"data": "photos"}'
+    fitted.save(tmp_path / "model")
+    fitted.save(tmp_path / "model")  # a model may be replaced by a newer one
+
+
+def test_the_labels_of_instance_contrast_alone_are_those_of_k_means():
+    X = np.random.default_rng(0).integers(0, 255, (60, 16, 16), dtype=np.uint8)
+    model = SemanticClusterer(n_clusters=3, epochs=2, width=4, tasks=("instance",), device="cpu").fit(X)
+    centres = np.stack([model.embedding_[model.labels_ == c].mean(0) for c in range(3)])
+    distance = ((model.embedding_[:, None] - centres) ** 2).sum(2)
+    assert (distance.argmin(1) == model.labels_).all()

@@ -149,8 +149,8 @@ def test_merge_goes_to_the_nearest_centroid_and_split_halves_the_largest():
     x = torch.tensor([east, east, east, north, north, south, [0.6, 0.8]], dtype=torch.float64)
     y = torch.tensor([0, 0, 0, 1, 1, 1, 2])
     # The last row joins cluster 1 or 0 by centroids (0, 1/3) and (1, 0): 0.27 against 0.6. Then cluster 0 is the
-    # largest, and its 2-means halves are the three equal rows and the newcomer, which lies farthest from the mean.
-    assert labels.merge_and_split(y, x, 3, 2).tolist() == [2, 2, 2, 1, 1, 1, 0]
+    # largest. 2-means would part the newcomer from the three equal rows, fewer than 2: it is cut in the middle.
+    assert labels.merge_and_split(y, x, 3, 2).tolist() == [2, 0, 0, 1, 1, 1, 2]
 
 
 def test_sizes_are_recounted_before_each_split():
@@ -210,3 +210,23 @@ def test_match_ids_agrees_as_far_as_any_renaming_can(N, C, seed):
 def test_match_ids_undoes_a_permutation():
     reference = np.array([0, 1, 2, 3, 0, 1, 2, 3, 3])
     assert labels.match_ids(np.array([2, 0, 3, 1])[reference], reference, 4).tolist() == reference.tolist()
+
+
+def test_an_outlier_does_not_take_the_cluster_with_it():
+    """2-means would split 1 / 99: the id must stay with the bulk, and the halves must be of use."""
+    rng = np.random.default_rng(0)
+    x = features(rng, 101, 3) * 0.01
+    x[7] = torch.tensor([5.0, 0.0, 0.0], dtype=x.dtype)
+    y = torch.zeros(101, dtype=torch.long)
+    y[100] = 1  # a cluster of one, to be dissolved
+    after = labels.merge_and_split(y, x, 2, min_size=8)
+    assert torch.bincount(after).tolist() == [51, 50]
+    assert after[7] == 1
+
+
+def test_the_larger_half_keeps_the_id():
+    x = torch.cat([torch.zeros(30, 2), torch.ones(12, 2)]).double() + 0.01 * torch.arange(42)[:, None] / 42
+    after = labels.merge_and_split(torch.zeros(42, dtype=torch.long), x, 2, min_size=5)
+    assert after.tolist() == [0] * 30 + [1] * 12
+    after = labels.merge_and_split(torch.zeros(42, dtype=torch.long), x.flip(0), 2, min_size=5)
+    assert after.tolist() == [1] * 12 + [0] * 30

@@ -13,7 +13,7 @@ from sklearn.metrics import adjusted_rand_score, normalized_mutual_info_score
 import naive
 from semclust import metrics
 from semclust.config import Settings
-from semclust.metrics import clustering_accuracy, complaints, contingency, evaluate, health, label_free_score
+from semclust.metrics import clustering_accuracy, complaints, contingency, evaluate, health, label_free_score, spread
 
 repeatable = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -103,17 +103,15 @@ def evenness(sizes):
 @pytest.mark.parametrize("N, C", [(40, 3), (7, 5), (1, 2)])
 def test_health_against_direct_computation(N, C):
     p, p_memory = random_assignments(N, C, 0), random_assignments(N, C, 1)
-    q = torch.nn.functional.normalize(torch.randn(N, 6, dtype=torch.float64), dim=1)
-    row = health(p, p_memory, q, churn=0.125)
+    row = health(p, p_memory.argmax(1), churn=0.125)
     y, y_memory = naive.most_likely(p.tolist()), naive.most_likely(p_memory.tolist())
     sizes = [y.count(j) for j in range(C)]
-    centre = naive.mean(q.tolist())
-    variance = sum(naive.squared_distance(q_i, centre) for q_i in q.tolist()) / N
+    assert tuple(row) == metrics.HEALTH
     assert row == {
+        "clusters": C,
         "churn": 0.125,
         "agreement": pytest.approx(sum(a == b for a, b in zip(y, y_memory, strict=True)) / N),
         "confidence": pytest.approx(sum(max(p_i) for p_i in p.tolist()) / N),
-        "spread": pytest.approx(variance),
         "smallest": pytest.approx(min(sizes) / N),
         "largest": pytest.approx(max(sizes) / N),
         "score": pytest.approx(row["agreement"] * evenness(sizes)),
@@ -121,12 +119,14 @@ def test_health_against_direct_computation(N, C):
     }
 
 
-def test_spread_is_zero_for_equal_features_and_one_for_opposite_ones():
-    p = random_assignments(10, 3)
+def test_spread_is_the_variance_of_the_features():
+    q = torch.nn.functional.normalize(torch.randn(30, 6, dtype=torch.float64), dim=1)
+    centre = naive.mean(q.tolist())
+    variance = sum(naive.squared_distance(q_i, centre) for q_i in q.tolist()) / 30
+    assert spread(q) == pytest.approx(variance)
     same = torch.eye(4)[:1].expand(10, 4)
-    opposite = torch.cat([same[:5], -same[:5]])
-    assert health(p, p, same, 0)["spread"] == pytest.approx(0)
-    assert health(p, p, opposite, 0)["spread"] == pytest.approx(1)
+    assert spread(same) == pytest.approx(0)
+    assert spread(torch.cat([same[:5], -same[:5]])) == pytest.approx(1)
 
 
 @repeatable
@@ -147,10 +147,15 @@ def test_score_of_the_extremes(C):
 
 def test_score_of_assignments():
     sure, unsure = torch.eye(4).repeat(5, 1), torch.full((20, 4), 1 / 4)
-    q = torch.eye(20)
-    assert health(sure, sure, q, 0)["score"] == pytest.approx(1)
-    assert health(sure, sure.roll(1, 1), q, 0)["score"] == 0  # the memory says otherwise
-    assert health(unsure, unsure, q, 0)["score"] == pytest.approx(0, abs=1e-9)  # all fall to one cluster
+    memory = sure.argmax(1)
+    assert health(sure, memory, 0)["score"] == pytest.approx(1)
+    assert health(sure, (memory + 1) % 4, 0)["score"] == 0  # the memory says otherwise
+    assert health(unsure, unsure.argmax(1), 0)["score"] == pytest.approx(0, abs=1e-9)  # all fall to one cluster
+
+
+def test_the_best_epoch_is_the_one_of_the_highest_score():
+    rows = [{"epoch": i + 1, "score": score} for i, score in enumerate([math.nan, 0.2, 0.9, 0.5])]
+    assert metrics.best_epoch(rows) == 3
 
 
 # Complaints.

@@ -284,7 +284,7 @@ def test_results_are_written(run):
     run.write_results(["a", "b"], p, q, {"score": 0.5})
     assert read_assignments(run.assignments)[1].tolist() == [0, 1]
     np.testing.assert_array_equal(np.load(run.path / "embeddings.npy"), q)
-    assert run.read_summary() == {"score": 0.5}
+    assert json.loads((run.path / "summary.json").read_text()) == {"score": 0.5}
     assert tuple(run.assignments.read_text().splitlines()[0].split(",")) == ASSIGNMENTS
 
 

@@ -15,7 +15,8 @@ Augmentation = Callable[[Tensor], Tensor]
 
 BLUR_FROM = 64  # px; MoCo leaves blur out on smaller images, where it removes what there is to see
 # Luminance and two colour differences (the NTSC signal): turning the latter turns the hue.
-YIQ = ((0.299, 0.587, 0.114), (0.595716, -0.274453, -0.321263), (0.211456, -0.522591, 0.311135))
+YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
+RGB = torch.linalg.inv(YIQ)
 
 
 def natural(x: Tensor) -> Tensor:
@@ -102,7 +103,7 @@ def colour(x: Tensor) -> Tensor:
         grey = x.mean((1, 2, 3))
         matrix = (brightness * contrast)[:, None, None] * torch.eye(c, device=device)
     else:
-        yiq = torch.tensor(YIQ, device=device)
+        yiq, rgb = YIQ.to(device, non_blocking=True), RGB.to(device, non_blocking=True)
         grey = (x[:, :3].mean((2, 3)) * yiq[0]).sum(1)
         rotation = torch.zeros(n, 3, 3, device=device)
         rotation[:, 0, 0] = 1
@@ -110,7 +111,7 @@ def colour(x: Tensor) -> Tensor:
         rotation[:, 1, 2] = -saturation * turn.sin()
         rotation[:, 2, 1] = saturation * turn.sin()
         matrix = torch.eye(c, device=device).repeat(n, 1, 1)
-        matrix[:, :3, :3] = torch.linalg.inv(yiq) @ rotation @ yiq
+        matrix[:, :3, :3] = rgb @ rotation @ yiq
         matrix[:, :3] *= (brightness * contrast)[:, None, None]
     offset = (brightness * (1 - contrast) * grey)[:, None].repeat(1, c)
     if c == 4:

@@ -103,6 +103,14 @@ def main(argv: list[str] | None = None) -> None:
     except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
+    except OSError as error:
+        print(f"semclust: {error}. Check the path, its permissions and the space on the disk.", file=sys.stderr)
+        raise SystemExit(1) from None
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        print("semclust: the GPU is out of memory. Try a smaller --batch-size or --image-size.", file=sys.stderr)
+        raise SystemExit(1) from None
 
 
 def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
@@ -248,7 +256,8 @@ def evaluate(command: Evaluate, console: "Console") -> None:
             data = config.get("data")
             if data is None:
                 raise InputError(f"{run.path / 'config.json'} names no data; say --labels labels.csv.")
-            own = open_images(data).labels
+            files = data != "digits" and Path(data).is_dir()  # a folder holds none: there is no need to read it
+            own = None if files else open_images(data).labels
             if own is None:
                 raise InputError(f"{data!r} holds no labels; say --labels labels.csv, or --labels folders.")
             if len(own) != len(names):

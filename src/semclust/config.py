@@ -117,13 +117,14 @@ class Settings:
     cross_cluster: bool = True
     """Contrast with other clusters only; False: with all banks."""
     online: bool = True
-    """Renew labels by the classifier; False: by the memory's distance-based assignment."""
+    """Renew the labels to learn from by the classifier; False: by the memory's distance-based assignment.
+    The result is the classifier's either way."""
     hard_samples: bool = True
     """Weigh samples by how often they swapped clusters; False: all the same."""
 
     # ---- running -----------------------------------------------------------------------------
     random_state: int | None = setting(0, low=0)
-    """Seed. The same seed on the same machine gives the same run; None draws one."""
+    """Seed. The same seed on the same CPU gives the same run, on a GPU nearly; None draws one."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps. auto: a GPU where there is one."""
 

@@ -1,4 +1,4 @@
-"""The paper's Section 3.1: semantic memory, instance discrimination, cluster discrimination (Eq. 1-4).
+"""The paper's Section 3.1: semantic memory, instance discrimination, cluster discrimination (Eq. 1-4, 7).
 
 Everything here follows from one tensor. With unit vectors ``q`` and the keys of all memory banks,
 

@@ -17,10 +17,6 @@ class TrainingError(SemclustError, RuntimeError):
     """A run that cannot go on, such as one whose loss is not finite."""
 
 
-class MissingPackageError(SemclustError, ImportError):
-    """An optional package that is not installed."""
-
-
 def in_short(error: Exception) -> str:
     """What another library says went wrong, in a few words on one line."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())[:120]

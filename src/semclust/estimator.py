@@ -1,6 +1,7 @@
 """The scikit-learn face: ``SemanticClusterer``."""
 
 import contextlib
+import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,8 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
         images.labels = None
         display = Display(Console()) if self.verbose else None
         with contextlib.closing(display) if display else contextlib.nullcontext():
-            return self._take(fitting.fit(images, fitting.draw_seed(self._settings()), display), images)
+            fitted = fitting.fit(images, fitting.draw_seed(self._settings()), display)
+        return self._take(fitted, images)
 
     def fit_predict(self, X: Any, y: Any = None, **kwargs: Any) -> np.ndarray:
         """Learn, and return the cluster of each image."""
@@ -91,6 +93,10 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
         self.predictor_, self.history_ = fitted.predictor, fitted.history
         self.labels_, self.probabilities_, self.embedding_ = fitted.labels, fitted.p, fitted.q
         self.names_, self.skipped_ = images.names, images.skipped
+        for message in fitted.warnings:
+            warnings.warn(message, stacklevel=3)
+        if images.skipped:
+            warnings.warn(f"{len(images.skipped)} files could not be read: see skipped_.", stacklevel=3)
         return self
 
     def _apply(self, X: Any) -> tuple[np.ndarray, np.ndarray]:

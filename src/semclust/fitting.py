@@ -52,6 +52,8 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
     training = start(images, settings)
     history: list[dict[str, Any]] = []
     if run is not None:
+        if not run.checkpoint.exists() and (run.model.exists() or len(run.read_metrics()) > 1):
+            raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
         if run.checkpoint.exists():
             tensors, epoch = run.read_checkpoint()
             training.load_state(tensors, epoch, run.checkpoint)
@@ -67,9 +69,9 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
     while training.epoch < settings.epochs:
         row, p = training.run_epoch(watcher.step)
         if images.labels is not None:
-            figures = metrics.evaluate(p.argmax(1).cpu().numpy(), images.labels)
             clustered = not math.isnan(row["score"])
-            row |= figures if clustered else dict.fromkeys(figures, math.nan)
+            found = metrics.evaluate(p.argmax(1).cpu().numpy(), images.labels) if clustered else {}
+            row |= dict.fromkeys(metrics.FIGURES, math.nan) | found
         history.append(row)
         if run is not None:
             run.append_metrics(row)
@@ -92,7 +94,7 @@ def check_suits(images: Images, settings: Settings) -> None:
     choose_device(settings.device)
     n, C = len(images.pixels), settings.n_clusters
     if n < 4:
-        raise InputError(f"{n} images are too few to learn from; expected a few hundred.")
+        raise InputError(f"{n} images are too few; expected at least 4, and a few hundred to learn anything.")
     if n < C:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
 
@@ -126,6 +128,9 @@ def summarise(fitted: Fitted, images: Images) -> dict[str, Any]:
         "image_shape": list(fitted.predictor.image_shape),
         "seconds": round(fitted.seconds, 1),
         "score": fitted.history[-1]["score"],  # label-free
+        "label_free_epoch": max(fitted.history, key=lambda row: -1 if math.isnan(row["score"]) else row["score"])[
+            "epoch"
+        ],
         **figures,
         "clusters": [
             {"cluster": c, "size": int(sizes[c]), "confidence": _mean(p[labels == c, c])} for c in range(len(sizes))

@@ -33,7 +33,8 @@ def merge_and_split(y: Tensor, x: Tensor, n_clusters: int, min_size: float) -> T
     takes one half of the currently largest cluster.
 
     y: N labels; x: N x d unit representations. Returns the new labels; an id that is not small keeps
-    its meaning, so the classifier's outputs stay comparable from epoch to epoch.
+    its meaning, so the classifier's outputs stay comparable from epoch to epoch. Where every cluster is
+    small, nothing changes.
     """
     y = y.clone()
     size = torch.bincount(y, minlength=n_clusters)
@@ -49,8 +50,24 @@ def merge_and_split(y: Tensor, x: Tensor, n_clusters: int, min_size: float) -> T
     for empty in small.nonzero()[:, 0]:
         largest = torch.bincount(y, minlength=n_clusters).argmax()
         members = (y == largest).nonzero()[:, 0]
-        y[members[second_half(x[members])]] = empty
+        y[members[smaller_half(x[members], min_size)]] = empty
     return y
+
+
+def smaller_half(x: Tensor, min_size: float) -> Tensor:
+    """Which rows of x leave when it is halved (boolean): the smaller part, so that the other keeps its id.
+
+    2-means may split off a few outliers, fewer than ``min_size``; then the cut goes through the middle,
+    along the line between the two means.
+    """
+    half = second_half(x)
+    if 2 * half.sum() > len(x):
+        half = ~half
+    if half.sum() < min_size:
+        along = x @ (x[half].mean(0) - x[~half].mean(0))
+        half = torch.zeros_like(half)
+        half[along.argsort(descending=True, stable=True)[: len(x) // 2]] = True
+    return half
 
 
 def second_half(x: Tensor, rounds: int = 50) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from semclust.config import Settings
 
+FIGURES = ("acc", "nmi", "ari")
 COLLAPSED_SPREAD = 0.05
 GIANT_CLUSTER = 0.8
 
@@ -48,25 +49,33 @@ def in_words(figures: dict[str, Any]) -> str:
     return f"ACC {figures['acc']:.4f}  NMI {figures['nmi']:.4f}  ARI {figures['ari']:.4f}"
 
 
-def health(p: Tensor, p_memory: Tensor, q: Tensor, churn: float) -> dict[str, Any]:
-    """Figures that need no label.
+def health(p: Tensor, y_memory: Tensor, churn: float) -> dict[str, Any]:
+    """Figures of one clustering that need no label; the names are ``HEALTH``.
 
-    p, p_memory: N x C assignments of classifier and memory; q: N x d unit representations.
+    p: N x C probabilities of the classifier; y_memory: N labels by the memory.
     """
     N, C = p.shape
     y = p.argmax(1)
-    sizes = y.bincount(minlength=C)
-    agreement = (y == p_memory.argmax(1)).float().mean().item()
+    sizes = y.bincount(minlength=C).cpu()
+    agreement = (y == y_memory).float().mean().item()
     return {
+        "clusters": C,
         "churn": churn,  # share of images whose label changed
         "agreement": agreement,  # share of images on whose cluster classifier and memory agree
         "confidence": p.max(1).values.mean().item(),
-        "spread": 1 - q.mean(0).square().sum().item(),  # variance of unit vectors: 0 is collapse
         "smallest": sizes.min().item() / N,
         "largest": sizes.max().item() / N,
         "score": label_free_score(agreement, sizes),
         "sizes": " ".join(map(str, sizes.tolist())),
     }
+
+
+HEALTH = ("clusters", "churn", "agreement", "confidence", "smallest", "largest", "score", "sizes")
+
+
+def spread(q: Tensor) -> float:
+    """Variance of unit vectors q (N x d), 0 to 1: at 0 all images look alike to the network."""
+    return 1 - q.mean(0).square().sum().item()
 
 
 def complaints(row: dict[str, Any], settings: Settings) -> list[str]:
@@ -104,3 +113,8 @@ def label_free_score(agreement: float, sizes: Tensor) -> float:
     share = sizes.double() / sizes.sum()
     entropy = -(share * share.clamp(min=1e-12).log()).sum().item()
     return agreement * entropy / math.log(len(sizes))
+
+
+def best_epoch(history: list[dict[str, Any]]) -> int:
+    """The epoch that the label-free score would choose."""
+    return max(history, key=lambda row: -1.0 if math.isnan(row["score"]) else row["score"])["epoch"]

@@ -79,12 +79,20 @@ class LinearClassifier(nn.Module):
     @torch.no_grad()
     def start_from(self, x: Tensor, y: Tensor) -> None:
         """Point each cluster's weights from the mean of all features to the mean of its own."""
-        C = len(self.linear.bias)
-        size = torch.bincount(y, minlength=C).clamp(min=1)
         mean = x.mean(0)
-        direction = torch.zeros_like(self.linear.weight).index_add_(0, y, x) / size[:, None] - mean
-        self.linear.weight.copy_(F.normalize(direction, dim=1))
+        self.linear.weight.copy_(F.normalize(self._means(x, y) - mean, dim=1))
         self.linear.bias.copy_(-(self.linear.weight @ mean) / self.tau)
+
+    @torch.no_grad()
+    def choose_nearest(self, x: Tensor, y: Tensor) -> None:
+        """Predict the cluster whose mean is nearest: |x - c|^2 differs from -2 (c x - |c|^2 / 2) by |x|^2."""
+        centre = self._means(x, y)
+        self.linear.weight.copy_(centre)
+        self.linear.bias.copy_(-centre.square().sum(1) / (2 * self.tau))
+
+    def _means(self, x: Tensor, y: Tensor) -> Tensor:
+        size = torch.bincount(y, minlength=len(self.linear.bias)).clamp(min=1)
+        return torch.zeros_like(self.linear.weight).index_add_(0, y, x) / size[:, None]
 
 
 class ClusterNetwork(nn.Module):
@@ -197,7 +205,11 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
 
 
 def group_batch_norm(module: nn.Module, groups: int) -> None:
-    """Turn every BatchNorm2d of ``module`` into one that works on ``groups`` parts of the batch."""
+    """Turn every BatchNorm2d of ``module`` into one that works on ``groups`` parts of the batch.
+
+    In place, by its class: the weights stay where they are, also in a user's own module."""
+    if groups == 1:
+        return
     for child in module.modules():
         if type(child) is nn.BatchNorm2d:
             child.__class__ = GroupedBatchNorm2d

@@ -43,7 +43,7 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     matrix, so the cost grows with N, not with its square. Where k-means assumes round clusters of one
     size, this follows chains of neighbours.
     """
-    n_landmarks = min(len(x), max(5 * n_clusters, min(LANDMARKS, len(x) // 6)))
+    n_landmarks = min(len(x), max(2 * n_clusters, min(LANDMARKS, len(x) // 6)))
     sample = x[torch.randperm(len(x), device=x.device)[:SAMPLE]]
     landmark = F.normalize(k_means(sample, n_landmarks, restarts=1, rounds=10)[1], dim=1)
 
@@ -55,11 +55,14 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
         )
 
     chunks = x.split(CHUNK)
-    degree = torch.stack([ties(chunk).sum(0) for chunk in chunks]).sum(0)
-    scale = degree.clamp(min=1e-6).rsqrt()
-    graph = torch.stack([(z := ties(chunk) * scale).T @ z for chunk in chunks]).sum(0)
-    _, vector = torch.linalg.eigh(graph.double())
-    vector = vector[:, -n_clusters:].to(x.dtype)  # the largest eigenvalues come last
+    degree = sum(ties(chunk).sum(0) for chunk in chunks)
+    scale = torch.as_tensor(degree).clamp(min=1e-6).rsqrt()
+    graph = torch.zeros(n_landmarks, n_landmarks, dtype=x.dtype, device=x.device)
+    for chunk in chunks:
+        z = ties(chunk) * scale
+        graph += z.T @ z
+    # In double precision, which not every GPU has; the largest eigenvalues come last.
+    vector = torch.linalg.eigh(graph.cpu().double())[1][:, -n_clusters:].to(x)
     embedding = torch.cat([ties(chunk) * scale @ vector for chunk in chunks])
     return k_means(F.normalize(embedding, dim=1), n_clusters)[0]
 

@@ -100,6 +100,9 @@ class Predictor:
         return torch.cat(p).numpy(), torch.cat(q).numpy()
 
     def save(self, folder: Path) -> None:
+        """Write config.json and model.safetensors; an earlier model in ``folder`` is replaced, nothing else."""
+        if folder.is_file() or ((folder / "config.json").exists() and not is_model(folder)):
+            raise InputError(f"{str(folder)!r} holds something else than a model; choose another folder to save to.")
         folder.mkdir(parents=True, exist_ok=True)
         about = {
             "format": FORMAT,
@@ -148,6 +151,13 @@ class Predictor:
         tensors, _ = read_tensors(folder / "model.safetensors")
         load_into(made.network, tensors, folder / "model.safetensors")
         return made
+
+
+def is_model(folder: Path) -> bool:
+    try:
+        return "image_shape" in read_json(folder / "config.json")
+    except DamagedFileError:
+        return False
 
 
 def model_folder(path: Path) -> Path:

@@ -139,9 +139,6 @@ class RunFolder:
         write_whole(self.path / "embeddings.npy", buffer.getvalue())
         write_json(self.path / "summary.json", summary)
 
-    def read_summary(self) -> dict[str, Any]:
-        return read_json(self.path / "summary.json")
-
 
 def free_path(path: Path) -> Path:
     """``path``, or with -2, -3, ... before its ending: one that does not exist."""

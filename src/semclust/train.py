@@ -86,12 +86,12 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     C = settings.n_clusters
 
     def epoch(share: float) -> int:
-        return math.floor(share * settings.epochs)
+        return max(1, math.floor(share * settings.epochs)) if share else 0  # at 0, and only there, from random labels
 
     begins = epoch(settings.cluster_from) if "cluster" in settings.tasks else settings.epochs
     plans = {"cluster": TaskPlan(C, begins, epoch(settings.guided_until))}
-    if "under" in settings.tasks:
-        plans["under"] = TaskPlan(max(2, C // 2), begins, epoch(settings.guided_until))
+    if "under" in settings.tasks and C // 2 > 1:
+        plans["under"] = TaskPlan(C // 2, begins, epoch(settings.guided_until))
     n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
     if "over" in settings.tasks and n_over > C:
         plans["over"] = TaskPlan(n_over, epoch(settings.over_from), 0)
@@ -174,9 +174,10 @@ class Training:
         """One optimiser step on the images ``index`` (n): the losses L, L_ID, L_CD."""
         learner, settings = self.learner, self.settings
         x = self.images[index].float().div(255).contiguous(memory_format=torch.channels_last)
+        query, key = self.augmentation(x), self.augmentation(x)
         with self._mixed_precision():
-            h, q = learner.encoder(self.augmentation(x))
-            k = self._keys(x, index)
+            h, q = learner.encoder(query)
+            k = self._keys(key, index)
 
         active = [task for task in learner.tasks.values() if self.learns(task)]
         zero = torch.zeros((), device=self.device)
@@ -198,20 +199,20 @@ class Training:
         self._remember(index, q, k, active)
         return torch.stack([loss, torch.stack(l_ids).mean(), torch.stack(l_cds).mean()]).detach()
 
-    def _keys(self, x: Tensor, index: Tensor) -> dict[str, Tensor]:
+    def _keys(self, view: Tensor, index: Tensor) -> dict[str, Tensor]:
         """k for each projection (n x d): the only place where the contrastive methods differ."""
         learner = self.learner
         if self.settings.contrast == "simclr":
-            return learner.encoder(self.augmentation(x))[1]
+            return learner.encoder(view)[1]
         if self.settings.contrast == "instance-memory":
             return dict(zip(learner.encoder.projections, learner.stored_keys[:, index], strict=True))
         assert learner.twin is not None
         with torch.no_grad():
             if self.settings.batch_norm_groups == 1:
-                return learner.twin(self.augmentation(x))[1]
-            shuffle = torch.randperm(len(x), device=x.device)  # other neighbours in the batch than q had
+                return learner.twin(view)[1]
+            shuffle = torch.randperm(len(view), device=view.device)  # other neighbours in the batch than q had
             back = shuffle.argsort()
-            return {name: k[back] for name, k in learner.twin(self.augmentation(x)[shuffle])[1].items()}
+            return {name: k[back] for name, k in learner.twin(view[shuffle])[1].items()}
 
     def _instance_task_loss(self, q: dict[str, Tensor], k: dict[str, Tensor]) -> Tensor:
         """L_ID of the instance task: every other image is a negative."""
@@ -261,7 +262,14 @@ class Training:
 
     @torch.no_grad()
     def _renew_labels(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
-        """Renew y and s of every task from the features of all images (Eq. 5, 6)."""
+        """Renew y and s of every task from the features of all images (Eq. 5, 6).
+
+        The figures are those of the target task, or of "over" while that is all there is."""
+        tasks = self.learner.tasks
+        reported = [name for name in ("cluster", "over") if name in tasks and self.learns(tasks[name])][:1]
+        if self.instance_alone:
+            reported = ["cluster"]
+        figures = dict.fromkeys(metrics.HEALTH, math.nan)
         for name, task in self.learner.tasks.items():
             q_task = q[task.projection]
             seen = self._classifier_sees(h, q_task)
@@ -274,28 +282,31 @@ class Training:
                 task.s.fill_(1)
             if name == "cluster":
                 p = task.classifier(seen).softmax(1)
-                figures = metrics.health(p, self._memory_assignment(task, q_task), q_task, churn)
-                if not self.learns(task) and not self.instance_alone:  # there are no clusters yet to speak of
-                    figures |= dict.fromkeys(figures.keys() - {"spread"}, math.nan)
-        return figures, p
+            if name in reported:
+                figures = metrics.health(task.classifier(seen).softmax(1), self._memory_labels(task, q_task), churn)
+        if reported != ["cluster"]:  # these clusters are not the result: there is nothing yet to choose an epoch by
+            figures["score"] = math.nan
+        return {"spread": metrics.spread(q[self.learner.tasks["cluster"].projection])} | figures, p
 
     def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor) -> Tensor:
         """The labels that the next epoch learns from."""
         settings, C = self.settings, task.n_clusters
         age = self.epoch - task.plan.begins
         if self.instance_alone:
-            y = self._same_ids(k_means(seen, C)[0], task)
+            task.classifier.choose_nearest(seen, self._same_ids(k_means(seen, C)[0], task))
+            y = labels.most_likely(task.classifier(seen))
         elif not self.learns(task):
             return task.y
         elif age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
             y = self._same_ids(spectral_partition(q, C, settings.temperature), task)
+            if age == 0:
+                task.classifier.start_from(seen, y)
         else:
-            p = task.classifier(seen) if settings.online else self._memory_assignment(task, q)
-            return labels.merge_and_split(labels.most_likely(p), q, C, settings.min_cluster_size * self.n_images / C)
-        if age <= 0:  # classifier and memory know nothing of the clusters yet
-            task.classifier.start_from(seen, y)
-            order = torch.randperm(len(q), device=q.device)
-            task.memory.enqueue(q[order], y[order])
+            y = labels.most_likely(task.classifier(seen)) if settings.online else self._memory_labels(task, q)
+            return labels.merge_and_split(y, q, C, settings.min_cluster_size * self.n_images / C)
+        if age <= 0:  # at the start, and at every refresh of instance contrast alone, the memory is filled anew
+            shuffled = torch.randperm(len(q), device=q.device)
+            task.memory.enqueue(q[shuffled], y[shuffled])
         return y
 
     def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
@@ -307,12 +318,10 @@ class Training:
     def instance_alone(self) -> bool:
         return "cluster" not in self.settings.tasks
 
-    def _memory_assignment(self, task: ClusterTask, q: Tensor) -> Tensor:
-        """p~ of all images (N x C, Eq. 3)."""
-        parts = [
-            core.bank_similarity(part, task.memory.keys, self.settings.temperature) for part in q.split(INFERENCE_BATCH)
-        ]
-        return core.memory_assignment(torch.cat(parts))
+    def _memory_labels(self, task: ClusterTask, q: Tensor) -> Tensor:
+        """The most likely cluster of every image by the memory (N, Eq. 3)."""
+        parts = [core.bank_similarity(x, task.memory.keys, self.settings.temperature) for x in q.split(INFERENCE_BATCH)]
+        return torch.cat([labels.most_likely(core.memory_assignment(part)) for part in parts])
 
     @torch.no_grad()
     def features(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -329,7 +338,7 @@ class Training:
     # ---- surroundings ----------------------------------------------------------------------------
 
     def _mixed_precision(self) -> torch.autocast:
-        on = self.device.type == "cuda" and torch.cuda.is_bf16_supported()
+        on = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on)
 
     def _own_random_numbers(self, stream: int) -> contextlib.AbstractContextManager[None]:
@@ -340,7 +349,7 @@ class Training:
         """Let the encoder subtract the mean colour of the images and divide by their deviation."""
         sums = torch.zeros(2, self.images.shape[1], dtype=torch.float64)
         for part in self.images.split(INFERENCE_BATCH):
-            x = part.double() / 255
+            x = part.float() / 255
             sums += torch.stack([x.mean((2, 3)).sum(0), x.square().mean((2, 3)).sum(0)]).cpu()
         mean, square = sums / self.n_images
         std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1e-3)
@@ -376,9 +385,14 @@ class Training:
 @contextlib.contextmanager
 def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> Iterator[None]:
     """Seed torch from (seed, stream) inside the block and restore the caller's random state after it."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(int(np.random.SeedSequence([seed or 0, stream]).generate_state(1, np.uint64)[0] >> 1))
+    numbers = int(np.random.SeedSequence([seed or 0, stream]).generate_state(1, np.uint64)[0]) >> 1
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(numbers)  # torch.manual_seed would also seed devices not in use here
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(numbers)
+        elif device.type == "mps":
+            torch.mps.manual_seed(numbers)
         yield
 
 
