@@ -13,7 +13,9 @@ from torch.testing import assert_close
 import naive
 from conftest import TinyBackbone, make_images, tiny
 from semclust import fitting
+from semclust.augment import choose_augmentation
 from semclust.config import Settings, preset
+from semclust.devices import choose_device
 from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
 from semclust.run_folder import RunFolder
@@ -22,8 +24,6 @@ from semclust.train import (
     PARTITION_EVERY,
     STEPS_AN_EPOCH,
     Training,
-    choose_augmentation,
-    choose_device,
     plan_tasks,
 )
 

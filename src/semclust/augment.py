@@ -52,6 +52,15 @@ def none(x: Tensor) -> Tensor:
 AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": strokes, "none": none}
 
 
+def choose_augmentation(augment: str | Augmentation, n_channels: int) -> Augmentation:
+    """The callable behind the setting ``augment``."""
+    if not isinstance(augment, str):
+        return augment
+    if augment == "auto":
+        augment = "strokes" if n_channels == 1 else "natural"
+    return AUGMENTATIONS[augment]
+
+
 def uniform(n: int, low: float, high: float, device: torch.device) -> Tensor:
     return torch.empty(n, device=device).uniform_(low, high)
 

@@ -212,10 +212,10 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
 
 def predict(command: Predict, console: "Console") -> None:
     from semclust import metrics
+    from semclust.devices import choose_device
     from semclust.display import printable
     from semclust.predictor import Predictor, model_folder
     from semclust.run_folder import free_path, write_assignments
-    from semclust.train import choose_device
 
     if command.out and command.out.exists():
         raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")

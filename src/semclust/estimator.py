@@ -15,9 +15,9 @@ from torch import nn
 from semclust import fitting
 from semclust.config import Settings, check
 from semclust.data import Images, open_images
+from semclust.devices import choose_device
 from semclust.display import Display
 from semclust.predictor import Predictor, model_folder
-from semclust.train import choose_device
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

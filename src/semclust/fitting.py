@@ -10,12 +10,14 @@ import numpy as np
 import torch
 
 from semclust import __version__, metrics
+from semclust.augment import choose_augmentation
 from semclust.config import Settings, check
 from semclust.data import Images
+from semclust.devices import choose_device
 from semclust.errors import DamagedFileError, InputError
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder
-from semclust.train import Training, choose_augmentation, choose_device
+from semclust.train import Training
 
 
 @dataclass

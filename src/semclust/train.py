@@ -9,7 +9,7 @@ Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representatio
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,10 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semclust import core, labels, metrics
-from semclust.augment import AUGMENTATIONS, Augmentation
+from semclust.augment import Augmentation
 from semclust.config import Settings
 from semclust.core import SemanticMemory
-from semclust.errors import DamagedFileError, InputError, TrainingError
+from semclust.devices import mixed_precision, own_random_numbers
+from semclust.errors import DamagedFileError, TrainingError
 from semclust.model import (
     ClusterTask,
     Encoder,
@@ -175,7 +176,7 @@ class Training:
         learner, settings = self.learner, self.settings
         x = self.images[index].float().div(255).contiguous(memory_format=torch.channels_last)
         query, key = self.augmentation(x), self.augmentation(x)
-        with self._mixed_precision():
+        with mixed_precision(self.device):
             h, q = learner.encoder(query)
             k = self._keys(key, index)
 
@@ -320,8 +321,11 @@ class Training:
 
     def _memory_labels(self, task: ClusterTask, q: Tensor) -> Tensor:
         """The most likely cluster of every image by the memory (N, Eq. 3)."""
-        parts = [core.bank_similarity(x, task.memory.keys, self.settings.temperature) for x in q.split(INFERENCE_BATCH)]
-        return torch.cat([labels.most_likely(core.memory_assignment(part)) for part in parts])
+        keys, tau = task.memory.keys, self.settings.temperature
+        parts = q.split(INFERENCE_BATCH)  # one after the other: N x C similarities would not fit for many clusters
+        return torch.cat(
+            [labels.most_likely(core.memory_assignment(core.bank_similarity(x, keys, tau))) for x in parts]
+        )
 
     @torch.no_grad()
     def features(self) -> tuple[Tensor, dict[str, Tensor]]:
@@ -329,17 +333,13 @@ class Training:
         encoder = self.learner.encoder.eval()
         hs, qs = [], []
         for part in self.images.split(INFERENCE_BATCH):
-            with self._mixed_precision():
+            with mixed_precision(self.device):
                 h, q = encoder(part.float().div(255).contiguous(memory_format=torch.channels_last))
             hs.append(h)
             qs.append(q)
         return torch.cat(hs), {name: torch.cat([q[name] for q in qs]) for name in qs[0]}
 
     # ---- surroundings ----------------------------------------------------------------------------
-
-    def _mixed_precision(self) -> torch.autocast:
-        on = self.device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=on)
 
     def _own_random_numbers(self, stream: int) -> contextlib.AbstractContextManager[None]:
         """Seed torch for one epoch; the caller's random state is as before afterwards."""
@@ -380,42 +380,3 @@ class Training:
         for velocity, parameter in zip(velocities, self.trained, strict=True):
             self.optimiser.state[parameter]["momentum_buffer"].copy_(velocity)
         self.epoch = epoch
-
-
-@contextlib.contextmanager
-def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> Iterator[None]:
-    """Seed torch from (seed, stream) inside the block and restore the caller's random state after it."""
-    numbers = int(np.random.SeedSequence([seed or 0, stream]).generate_state(1, np.uint64)[0]) >> 1
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(numbers)  # torch.manual_seed would also seed devices not in use here
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(numbers)
-        elif device.type == "mps":
-            torch.mps.manual_seed(numbers)
-        yield
-
-
-def choose_augmentation(augment: str | Augmentation, n_channels: int) -> Augmentation:
-    """The callable behind the setting ``augment``."""
-    if not isinstance(augment, str):
-        return augment
-    if augment == "auto":
-        augment = "strokes" if n_channels == 1 else "natural"
-    return AUGMENTATIONS[augment]
-
-
-def choose_device(device: str) -> torch.device:
-    """The device behind the setting ``device``."""
-    if device == "auto":
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-        torch.zeros(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise InputError(
-            f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); expected auto, cpu, cuda or mps."
-        ) from error
-    return chosen

@@ -1,0 +1,45 @@
+"""Where tensors are computed: the device, its precision, its random numbers."""
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from semclust.errors import InputError
+
+
+def choose_device(device: str) -> torch.device:
+    """The device behind the setting ``device``."""
+    if device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.zeros(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise InputError(
+            f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); expected auto, cpu, cuda or mps."
+        ) from error
+    return chosen
+
+
+def mixed_precision(device: torch.device) -> torch.autocast:
+    """bfloat16 for convolutions and products where the GPU computes in it, not only emulates it."""
+    on = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on)
+
+
+@contextlib.contextmanager
+def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> Iterator[None]:
+    """Seed torch from (seed, stream) inside the block and restore the caller's random state after it."""
+    numbers = int(np.random.SeedSequence([seed or 0, stream]).generate_state(1, np.uint64)[0]) >> 1
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.default_generator.manual_seed(numbers)  # torch.manual_seed would also seed devices not in use here
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(numbers)
+        elif device.type == "mps":
+            torch.mps.manual_seed(numbers)
+        yield
