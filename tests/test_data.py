@@ -860,7 +860,8 @@ def test_label_arrays_that_cannot_be_used(tmp_path: Path):
 
 def test_labels_from_folders():
     assert read_labels("folders", NAMES).tolist() == ["cat", "dog", "dog"]
-    assert read_labels("folders", ["a/x/1.png", "b/x/2.png", "3.png"]).tolist() == ["a/x", "b/x", "."]
+    assert read_labels("folders", ["a/x/1.png", "b/x/2.png", "3.png"]).tolist() == ["a", "b", "."]
+    assert read_labels("folders", ["t/a/x/1.png", "t/a/2.png", "t/b/3.png"]).tolist() == ["a", "a", "b"]
     for names in (["dog/2.png", "dog/3.png"], ["0", "1"]):
         with pytest.raises(InputError, match="all 2 images lie in one folder"):
             read_labels("folders", names)

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 INTERRUPTED = 130
+FEW = 10  # images whose clusters `predict` shows on the screen
 
 
 @dataclass(kw_only=True)
@@ -76,7 +78,7 @@ class Evaluate:
     """A finished run folder of `semclust fit`."""
     labels: Annotated[str | None, arg(metavar="LABELS")] = None
     """A CSV (columns path,label), a .npy or .npz in the order of assignments.csv, or "folders" (the
-    folder of each image). By default the labels that the data itself holds (digits, a .npz)."""
+    outermost folder of each image). By default the labels that the data itself holds (digits, a .npz)."""
 
 
 Command = (
@@ -177,8 +179,6 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
         images = open_images(data, size=settings.image_size, on_image=on_image)
     if labels:
         images.labels = read_labels(labels, images.names)
-    if images.skipped:
-        console.print(f"{len(images.skipped)} files could not be read and were skipped (skipped.csv)", style="yellow")
     seen = fingerprint(images.pixels, images.names)
     if command.resume:
         if seen != config.get("fingerprint"):
@@ -190,13 +190,16 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
         run = RunFolder.create(command.out, images.source)
         run.write_config({"data": data, "labels": labels, "fingerprint": seen, "settings": to_json(settings)})
     run.write_skipped(images.skipped)
+    if images.skipped:
+        told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
+        console.print(printable(told), style="yellow", markup=False, highlight=False)
 
     display = Display(console)
     try:
         fitted = fitting.fit(images, settings, display, run)
     except KeyboardInterrupt:
         display.close()
-        print(f"\nInterrupted. Go on with: semclust fit --resume {run.path}", file=sys.stderr)
+        print(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", file=sys.stderr)
         raise SystemExit(INTERRUPTED) from None
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
@@ -215,7 +218,7 @@ def predict(command: Predict, console: "Console") -> None:
     from semclust.devices import choose_device
     from semclust.display import printable
     from semclust.predictor import Predictor, model_folder
-    from semclust.run_folder import free_path, write_assignments
+    from semclust.run_folder import assignment_rows, free_path, write_assignments
 
     if command.out and command.out.exists():
         raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
@@ -231,7 +234,15 @@ def predict(command: Predict, console: "Console") -> None:
         console.print(f"skipped {name!r}: {reason}", markup=False, highlight=False)
     if images.labels is not None:
         console.print(metrics.in_words(metrics.evaluate(p.argmax(1), images.labels)))
-    console.print(f"{len(p):,} images assigned; written to {printable(str(out))}", markup=False, highlight=False)
+    if len(p) <= FEW:
+        for name, cluster, confidence, *_ in assignment_rows(images.names, p):
+            shown = f"{printable(name)}: cluster {cluster}, confidence {confidence}"
+            console.print(shown, markup=False, highlight=False)
+    console.print(
+        f"{len(p):,} {'image' if len(p) == 1 else 'images'} assigned; written to {printable(str(out))}",
+        markup=False,
+        highlight=False,
+    )
 
 
 def evaluate(command: Evaluate, console: "Console") -> None:
@@ -274,6 +285,12 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     for cluster, row in zip(np.unique(clusters), metrics.contingency(clusters, labels), strict=True):
         table.add_row(str(cluster), *(f"{n:,}" if n else "." for n in row))
     console.print(table)
+
+
+def own_name() -> str:
+    """How the user calls this command: by its path where it is not on the PATH, as in .venv/bin/semclust."""
+    called = sys.argv[0]
+    return called if Path(called).name == "semclust" and not shutil.which("semclust") else "semclust"
 
 
 def absolute(source: str) -> str:

@@ -23,23 +23,23 @@ else:  # what the command line can say
 Task = Literal["cluster", "under", "over", "instance"]
 
 
-def setting(default: Any, low: float | None = None, high: float | None = None) -> Any:
+def setting(default: Any, low: float | None = None, high: float | None = None, kw_only: bool = True) -> Any:
     """A dataclass field with the range of values it takes (both ends included)."""
-    return field(default=default, metadata={"low": low, "high": high})
+    return field(default=default, metadata={"low": low, "high": high}, kw_only=kw_only)
 
 
 @dataclass(kw_only=True)
 class Settings:
     """How to learn. The defaults are what works best so far; `preset("paper")` is the paper."""
 
-    n_clusters: int = setting(10, low=2)
+    n_clusters: int = setting(10, low=2, kw_only=False)
     """Number of clusters C."""
 
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int = setting(50, low=1)
     """Passes over the images."""
     batch_size: int | None = setting(None, low=2)
-    """Images a step. None: 256, and fewer for small sets, so that an epoch has at least 36 steps."""
+    """Images a step. None: 256, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
     learning_rate: float = setting(0.06, low=0)
     """Peak learning rate of SGD; it decays to 0 along a cosine."""
     weight_decay: float = setting(5e-4, low=0)

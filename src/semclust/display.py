@@ -13,6 +13,7 @@ from semclust.metrics import in_words
 from semclust.train import Training
 
 EXAMPLES = 3
+ROOM_FOR_FIGURES = 110  # columns; on a narrower terminal the bar shows the loss and the time left alone
 
 
 class Display(Watcher):
@@ -32,21 +33,20 @@ class Display(Watcher):
             f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, {settings.epochs} epochs "
             f"of batches of {training.batch_size}"
         )
-        if training.epoch:
+        if training.epoch == settings.epochs:
+            self.console.print(f"all {settings.epochs} epochs of this run are done")
+        elif training.epoch:
             self.console.print(f"resuming after epoch {training.epoch}")
         self.began, self.images_done = time.monotonic(), 0
         self.total = (settings.epochs - training.epoch) * training.n_images
         self.epochs = settings.epochs
-        if self.console.is_terminal:
-            self.progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(),
-                TextColumn("{task.fields[speed]}"),
-                TimeElapsedColumn(),
-                TextColumn("left"),
-                TimeRemainingColumn(),
-                console=self.console,
-            )
+        self.narrow = self.console.width < ROOM_FOR_FIGURES
+        if self.console.is_terminal and self.total:
+            columns = [TextColumn("{task.description}"), BarColumn(bar_width=20)]
+            if not self.narrow:
+                columns += [TextColumn("{task.fields[speed]}"), TimeElapsedColumn()]
+            columns += [TextColumn("left"), TimeRemainingColumn()]
+            self.progress = Progress(*columns, console=self.console)
             self.bar = self.progress.add_task(f"epoch {training.epoch + 1}/{self.epochs}", total=self.total, speed="")
             self.progress.start()
 
@@ -58,7 +58,8 @@ class Display(Watcher):
     def epoch(self, row: dict[str, Any]) -> None:
         if self.progress:
             following = min(row["epoch"] + 1, self.epochs)
-            self.progress.update(self.bar, description=f"epoch {following}/{self.epochs}  {figures(row)}")
+            shown = f"loss {row['loss']:.3f}" if self.narrow else figures(row)
+            self.progress.update(self.bar, description=f"epoch {following}/{self.epochs}  {shown}")
             return
         left = (self.total - self.images_done) / self._speed()
         self.console.print(
@@ -94,7 +95,7 @@ def show_clusters(console: Console, summary: dict[str, Any], names: list[str], l
     """The table of clusters, with the names of the most certain images, and the figures below it."""
     table = Table(title=f"{summary['n_images']:,} images in {len(summary['clusters'])} clusters", title_justify="left")
     for title in ("cluster", "images", "share", "confidence"):
-        table.add_column(title, justify="right")
+        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
     table.add_column("most certain images", overflow="ellipsis", no_wrap=True)
     for cluster in summary["clusters"]:
         members = (labels == cluster["cluster"]).nonzero()[0]

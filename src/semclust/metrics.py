@@ -82,7 +82,8 @@ def complaints(row: dict[str, Any], settings: Settings) -> list[str]:
     """What is wrong with an epoch's figures, in words and with the next step."""
     semantic = not math.isnan(row["churn"])  # clusters have been learned for at least an epoch
     found = []
-    if row["spread"] < COLLAPSED_SPREAD:
+    # Not in the first epochs: the statistics that batch norm uses without augmentation are only forming.
+    if row["spread"] < COLLAPSED_SPREAD and row["epoch"] >= 3:
         advice = [f"a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})"]
         advice += ["momentum 0.99"] if settings.momentum is not None and settings.momentum < 0.99 else []
         advice += ["warmup_epochs 3"] if settings.warmup_epochs < 3 else []

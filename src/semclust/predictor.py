@@ -117,9 +117,10 @@ class Predictor:
     @classmethod
     def load(cls, folder: Path, backbone: nn.Module | None = None) -> "Predictor":
         """``backbone``: the module that was fitted, where it was the user's own."""
-        if not folder.is_dir():
+        if not folder.is_dir() or not (any(folder.glob("*.safetensors")) or (folder / "config.json").exists()):
             raise InputError(
-                f"{str(folder)!r} is not a model folder; expected one that save() or `semclust fit` wrote."
+                f"{str(folder)!r} is not a model folder or run; expected one that save() or `semclust fit` wrote, "
+                "such as runs/photos."
             )
         about = read_json(folder / "config.json")
         if about.get("format") != FORMAT:

@@ -17,12 +17,16 @@ def read_labels(source: str | Path, names: list[str]) -> np.ndarray:
     """Labels (strings or integers) in the order of ``names``.
 
     source: a CSV file with the columns path and label; a .npy, or a .npz with the key labels or y, with one label
-        for each name; or the word "folders": the folder that an image lies in is its label.
+        for each name; or the word "folders": the outermost folder that an image lies in
+        is its label.
     """
     if source == "folders":
-        folders = [PurePosixPath(name).parent.as_posix() for name in names]
-        if len(set(folders)) > 1:
-            return np.array(folders)
+        folders = [PurePosixPath(name).parts[:-1] for name in names]
+        levels = zip(*folders, strict=False)  # photos/train/cat and photos/train/dog differ at the third: cat and dog
+        shared = next((i for i, level in enumerate(levels) if len(set(level)) > 1), min(map(len, folders)))
+        classes = [folder[shared] if len(folder) > shared else "." for folder in folders]
+        if len(set(classes)) > 1:
+            return np.array(classes)
         raise InputError(
             f'labels "folders": all {len(names)} images lie in one folder; expected one for each class. '
             "Use a CSV file with the columns path and label."
