@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -12,6 +11,15 @@ from semclust.config import Settings
 from semclust.data import Images
 
 torch.set_num_threads(1)
+
+RESULTS = (  # of a finished run, but for its settings and the time it took
+    "metrics.csv",
+    "last.ckpt",
+    "model/config.json",
+    "model/model.safetensors",
+    "assignments.csv",
+    "embeddings.npy",
+)
 
 
 class TinyBackbone(nn.Module):
@@ -52,8 +60,3 @@ def save_images(folder: Path, pixels: np.ndarray) -> Path:
     for i, image in enumerate(pixels):
         Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / f"{i:02}.png")
     return folder
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread():
-    torch.set_num_threads(1)

@@ -19,7 +19,7 @@ from PIL import Image
 from rich.console import Console
 
 import semclust
-from conftest import make_images, noisy_groups, save_images, tiny
+from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from semclust import Settings, fitting, preset
 from semclust.cli import FitSettings, main, parse
 from semclust.display import Display, clock, figures, printable, show_clusters
@@ -27,15 +27,7 @@ from semclust.run_folder import RunFolder, read_assignments
 
 FAST = ["-k", "3", "--epochs", "3", "--width", "2", "--batch-size", "8", "--device", "cpu"]
 N = 20
-RESULTS = (
-    "config.json",
-    "metrics.csv",
-    "last.ckpt",
-    "model/config.json",
-    "model/model.safetensors",
-    "assignments.csv",
-    "embeddings.npy",
-)
+ALL_RESULTS = ("config.json", *RESULTS)
 
 
 def call(*argv) -> int:
@@ -74,7 +66,7 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
 
 
-def contents(run: Path, names=RESULTS) -> dict[str, bytes]:
+def contents(run: Path, names=ALL_RESULTS) -> dict[str, bytes]:
     return {name: (run / name).read_bytes() for name in names}
 
 
@@ -369,7 +361,7 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_anew(interrup
 
 def test_a_finished_run_without_its_checkpoint_is_left_alone(run, capsys):
     (run / "last.ckpt").unlink()
-    kept = [name for name in RESULTS if name != "last.ckpt"]
+    kept = [name for name in ALL_RESULTS if name != "last.ckpt"]
     before = contents(run, kept)
     assert "last.ckpt is missing" in refused(capsys, "fit", "--resume", run)
     assert contents(run, kept) == before

@@ -8,19 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from semclust.backbones import SmallImageResNet, Sobel
+from semclust.backbones import GroupedBatchNorm2d, SmallImageResNet, Sobel, build_backbone, group_batch_norm, pool
 from semclust.errors import InputError
-from semclust.model import (
-    ClusterNetwork,
-    Encoder,
-    GroupedBatchNorm2d,
-    LinearClassifier,
-    build_backbone,
-    follow,
-    group_batch_norm,
-    momentum_twin,
-    pool,
-)
+from semclust.model import ClusterNetwork, Encoder, LinearClassifier, follow, momentum_twin
 
 
 def small_encoder(projections=("shared",), c=3, **kwargs):

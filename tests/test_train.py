@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import naive
-from conftest import TinyBackbone, make_images, tiny
+from conftest import RESULTS, TinyBackbone, make_images, tiny
 from semclust import fitting
 from semclust.augment import choose_augmentation
 from semclust.config import Settings, preset
@@ -30,14 +30,6 @@ from semclust.train import (
 CONTRASTS = ("moco", "simclr", "instance-memory")
 FROM_THE_START = dict(over_from=0.0, cluster_from=0.0, guided_until=0.0)
 LATE = dict(over_from=0.25, cluster_from=0.65, guided_until=0.9)
-RESULTS = (
-    "metrics.csv",
-    "last.ckpt",
-    "model/config.json",
-    "model/model.safetensors",
-    "assignments.csv",
-    "embeddings.npy",
-)
 
 
 def weights(fitted: fitting.Fitted) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@ Images are n x c x H x W floats in [0, 1]. Random numbers come from torch's defa
 device, so ``torch.manual_seed`` makes views repeatable.
 """
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -15,8 +16,7 @@ Augmentation = Callable[[Tensor], Tensor]
 
 BLUR_FROM = 64  # px; MoCo leaves blur out on smaller images, where it removes what there is to see
 # Luminance and two colour differences (the NTSC signal): turning the latter turns the hue.
-YIQ = torch.tensor([[0.299, 0.587, 0.114], [0.595716, -0.274453, -0.321263], [0.211456, -0.522591, 0.311135]])
-RGB = torch.linalg.inv(YIQ)
+YIQ = ((0.299, 0.587, 0.114), (0.595716, -0.274453, -0.321263), (0.211456, -0.522591, 0.311135))
 
 
 def natural(x: Tensor) -> Tensor:
@@ -112,7 +112,7 @@ def colour(x: Tensor) -> Tensor:
         grey = x.mean((1, 2, 3))
         matrix = (brightness * contrast)[:, None, None] * torch.eye(c, device=device)
     else:
-        yiq, rgb = YIQ.to(device, non_blocking=True), RGB.to(device, non_blocking=True)
+        yiq, rgb = colour_matrices(device)
         grey = (x[:, :3].mean((2, 3)) * yiq[0]).sum(1)
         rotation = torch.zeros(n, 3, 3, device=device)
         rotation[:, 0, 0] = 1
@@ -127,6 +127,13 @@ def colour(x: Tensor) -> Tensor:
         offset[:, 3] = 0
     out = torch.einsum("nij,njhw->nihw", matrix.to(x.dtype), x) + offset[:, :, None, None].to(x.dtype)
     return out.clamp(0, 1)
+
+
+@functools.cache
+def colour_matrices(device: torch.device) -> tuple[Tensor, Tensor]:
+    """From RGB to YIQ and back; made once for a device, since a copy to a GPU would hold up every step."""
+    yiq = torch.tensor(YIQ)
+    return yiq.to(device), torch.linalg.inv(yiq).to(device)
 
 
 def blur(x: Tensor) -> Tensor:

@@ -1,11 +1,16 @@
-"""Residual networks for small images (He et al. 2016), as IIC and PICA trim them.
+"""The network under the projection: residual networks for small images (He et al. 2016), as IIC and PICA
+trim them, or a module of the user's own.
 
 Shapes: n batch, c channels, H x W pixels, D dimension of the pooled feature.
 """
 
+import copy
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from semclust.errors import InputError
 
 BLOCKS = {"resnet10": (1, 1, 1, 1), "resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 
@@ -78,3 +83,69 @@ class Sobel(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.conv2d(x.mean(1, keepdim=True), self.kernel.to(x.dtype), padding=1)
+
+
+def pool(feature: Tensor) -> Tensor:
+    return feature.flatten(2).mean(2) if feature.ndim > 2 else feature
+
+
+def build_backbone(
+    backbone: str | nn.Module, image_shape: tuple[int, int, int], width: int | None, max_pool: bool, sobel: bool
+) -> tuple[nn.Module, int]:
+    """The network for images of shape (H, W, c), and the dimension of its pooled feature."""
+    H, W, c = image_shape
+    in_channels = 2 if sobel else c
+    if isinstance(backbone, nn.Module):
+        own = copy.deepcopy(backbone)
+        return own, _n_features(own, (in_channels, H, W))
+    # Small images get by with fewer layers and channels, and then train in a minute on a CPU.
+    if backbone == "auto":
+        backbone = "resnet18" if min(H, W) >= 32 else "resnet10"
+    if backbone not in BLOCKS:
+        raise InputError(f"backbone={backbone!r}: expected {', '.join(BLOCKS)}, or in Python an nn.Module.")
+    width = width or max(16, min(64, min(H, W) ** 2 // 16 // 8 * 8))
+    return SmallImageResNet(backbone, in_channels, width, max_pool), 8 * width
+
+
+def _n_features(backbone: nn.Module, shape: tuple[int, int, int]) -> int:
+    """Dimension of the pooled output of a user's module, found by running it on two blank images."""
+    try:
+        with torch.no_grad():
+            device = next((p.device for p in backbone.parameters()), torch.device("cpu"))
+            out = backbone.eval()(torch.zeros(2, *shape, device=device))
+        if not isinstance(out, Tensor) or out.ndim < 2 or len(out) != 2:
+            raise InputError(
+                f"backbone {type(backbone).__name__} returned {getattr(out, 'shape', type(out).__name__)} for a batch "
+                f"of 2 images; expected a tensor of shape (2, features) or (2, features, h, w)."
+            )
+        return pool(out).shape[1]
+    except InputError:
+        raise
+    except Exception as error:  # a user's module can raise anything
+        raise InputError(
+            f"backbone {type(backbone).__name__} cannot take images of shape {shape} (channels, height, width): {error}"
+        ) from error
+
+
+class GroupedBatchNorm2d(nn.BatchNorm2d):
+    """Batch norm over each of several parts of the batch: statistics of fewer images, so that a query
+    cannot find its key by the batch they share (He et al. 2020 shuffle among GPUs to this end)."""
+
+    groups: int = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or len(x) < 2 * self.groups:
+            return super().forward(x)
+        return torch.cat([super(GroupedBatchNorm2d, self).forward(part) for part in x.tensor_split(self.groups)])
+
+
+def group_batch_norm(module: nn.Module, groups: int) -> None:
+    """Turn every BatchNorm2d of ``module`` into one that works on ``groups`` parts of the batch.
+
+    In place, by its class: the weights stay where they are, also in a user's own module."""
+    if groups == 1:
+        return
+    for child in module.modules():
+        if type(child) is nn.BatchNorm2d:
+            child.__class__ = GroupedBatchNorm2d
+            child.groups = groups  # type: ignore[assignment]

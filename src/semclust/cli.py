@@ -15,17 +15,20 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
 from semclust import __version__
-from semclust.config import Settings, check, from_json, preset, to_json
+from semclust.config import Settings, check, from_json, preset, to_json, values
 from semclust.errors import InputError, SemclustError, TrainingError
 
 if TYPE_CHECKING:
+    import numpy as np
     from rich.console import Console
+
+    from semclust.run_folder import RunFolder
 
 INTERRUPTED = 130
 FEW = 10  # images whose clusters `predict` shows on the screen
@@ -97,22 +100,23 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run_command(parse(argv), argv)
     except SemclustError as error:
-        print(f"semclust: {error}", file=sys.stderr)
-        raise SystemExit(1) from None
+        end(f"semclust: {error}")
     except KeyboardInterrupt:
-        print("\nInterrupted.", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        end("\nInterrupted.", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None
     except OSError as error:
-        print(f"semclust: {error}. Check the path, its permissions and the space on the disk.", file=sys.stderr)
-        raise SystemExit(1) from None
+        end(f"semclust: {error}. Check the path, its permissions and the space on the disk.")
     except RuntimeError as error:
         if type(error).__name__ != "OutOfMemoryError":
             raise
-        print("semclust: the GPU is out of memory. Try a smaller --batch-size or --image-size.", file=sys.stderr)
-        raise SystemExit(1) from None
+        end("semclust: the GPU is out of memory. Try a smaller --batch-size or --image-size.")
+
+
+def end(message: str, status: int = 1) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(status) from None
 
 
 def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
@@ -170,8 +174,7 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     else:
         if command.data is None:
             raise InputError("No data. Name a folder of images: semclust fit photos/ -k 20")
-        settings = Settings(**{f.name: getattr(command.settings, f.name) for f in dataclasses.fields(Settings)})
-        settings = fitting.draw_seed(settings)
+        settings = fitting.draw_seed(Settings(**values(command.settings)))
         data, labels = absolute(command.data), command.labels and absolute(command.labels)
 
     check(settings)
@@ -194,18 +197,14 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
         told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
         console.print(printable(told), style="yellow", markup=False, highlight=False)
 
-    display = Display(console)
     try:
-        fitted = fitting.fit(images, settings, display, run)
+        with contextlib.closing(Display(console)) as display:
+            fitted = fitting.fit(images, settings, display, run)
     except KeyboardInterrupt:
-        display.close()
-        print(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+        end(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", INTERRUPTED)
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
-    finally:
-        display.close()
     summary = fitting.summarise(fitted, images)
     fitted.predictor.save(run.model)
     run.write_results(images.names, fitted.p, fitted.q, summary)
@@ -217,8 +216,8 @@ def predict(command: Predict, console: "Console") -> None:
     from semclust import metrics
     from semclust.devices import choose_device
     from semclust.display import printable
-    from semclust.predictor import Predictor, model_folder
-    from semclust.run_folder import assignment_rows, free_path, write_assignments
+    from semclust.predictor import Predictor
+    from semclust.run_folder import assignment_rows, free_path, model_folder, write_assignments
 
     if command.out and command.out.exists():
         raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
@@ -251,32 +250,12 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     from rich.table import Table
 
     from semclust import metrics
-    from semclust.data import open_images
     from semclust.run_folder import RunFolder, read_assignments
     from semclust.truth import read_labels
 
     run = RunFolder.open(command.run)
     names, clusters = read_assignments(run.assignments)
-    if command.labels:
-        labels = read_labels(command.labels, names)
-    else:
-        config = run.read_config()
-        if config.get("labels"):
-            labels = read_labels(config["labels"], names)
-        else:
-            data = config.get("data")
-            if data is None:
-                raise InputError(f"{run.path / 'config.json'} names no data; say --labels labels.csv.")
-            files = data != "digits" and Path(data).is_dir()  # a folder holds none: there is no need to read it
-            own = None if files else open_images(data).labels
-            if own is None:
-                raise InputError(f"{data!r} holds no labels; say --labels labels.csv, or --labels folders.")
-            if len(own) != len(names):
-                raise InputError(
-                    f"{data!r} holds {len(own)} labels, but the run has {len(names)} images: it has changed since. "
-                    "Restore it, or say --labels labels.csv."
-                )
-            labels = own
+    labels = read_labels(command.labels, names) if command.labels else labels_of(run, names)
     console.print(metrics.in_words(metrics.evaluate(clusters, labels)))
     table = Table(title="images of each class in each cluster", title_justify="left")
     table.add_column("cluster", justify="right")
@@ -285,6 +264,29 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     for cluster, row in zip(np.unique(clusters), metrics.contingency(clusters, labels), strict=True):
         table.add_row(str(cluster), *(f"{n:,}" if n else "." for n in row))
     console.print(table)
+
+
+def labels_of(run: "RunFolder", names: list[str]) -> "np.ndarray":
+    """The labels that a run was fitted beside, or that its data itself holds."""
+    from semclust.data import open_images
+    from semclust.truth import read_labels
+
+    config = run.read_config()
+    if config.get("labels"):
+        return read_labels(config["labels"], names)
+    data = config.get("data")
+    if data is None:
+        raise InputError(f"{run.path / 'config.json'} names no data; say --labels labels.csv.")
+    files = data != "digits" and Path(data).is_dir()  # a folder holds none: there is no need to read it
+    labels = None if files else open_images(data).labels
+    if labels is None:
+        raise InputError(f"{data!r} holds no labels; say --labels labels.csv, or --labels folders.")
+    if len(labels) != len(names):
+        raise InputError(
+            f"{data!r} holds {len(labels)} labels, but the run has {len(names)} images: it has changed since. "
+            "Restore it, or say --labels labels.csv."
+        )
+    return labels
 
 
 def own_name() -> str:

@@ -137,6 +137,11 @@ def preset(name: str) -> dict[str, Any]:
     return from_json(presets[name])
 
 
+def values(settings: Settings) -> dict[str, Any]:
+    """Name and value of every setting, also of a subclass that has other fields besides."""
+    return {f.name: getattr(settings, f.name) for f in dataclasses.fields(Settings)}
+
+
 def to_json(settings: Settings) -> dict[str, Any]:
     """Plain JSON values; a module or callable of the user's is stored by name only."""
 
@@ -149,7 +154,7 @@ def to_json(settings: Settings) -> dict[str, Any]:
             return list(value)
         return f"python:{getattr(value, '__qualname__', type(value).__qualname__)}"
 
-    return {f.name: plain(getattr(settings, f.name)) for f in dataclasses.fields(Settings)}
+    return {name: plain(value) for name, value in values(settings).items()}
 
 
 def from_json(values: dict[str, Any]) -> dict[str, Any]:

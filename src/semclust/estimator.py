@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from sklearn.utils.validation import check_is_fitted
 from torch import nn
 
 from semclust import fitting
-from semclust.config import Settings, check
+from semclust.config import Settings, check, values
 from semclust.data import Images, open_images
 from semclust.devices import choose_device
 from semclust.display import Display
-from semclust.predictor import Predictor, model_folder
+from semclust.predictor import Predictor
+from semclust.run_folder import model_folder
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -82,12 +83,12 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     def load(cls, path: str | Path, backbone: nn.Module | None = None) -> "SemanticClusterer":
         """A model that ``save`` wrote, or a run folder of ``semclust fit``. It predicts at once."""
         predictor = Predictor.load(model_folder(Path(path)), backbone)
-        made = cls(**{f.name: getattr(predictor.settings, f.name) for f in fields(Settings)})
+        made = cls(**values(predictor.settings))
         made.predictor_ = predictor
         return made
 
     def _settings(self) -> Settings:
-        return Settings(**{f.name: getattr(self, f.name) for f in fields(Settings)})
+        return Settings(**values(self))
 
     def _take(self, fitted: fitting.Fitted, images: Images) -> "SemanticClusterer":
         self.predictor_, self.history_ = fitted.predictor, fitted.history

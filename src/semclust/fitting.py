@@ -20,7 +20,6 @@ from semclust.run_folder import RunFolder
 from semclust.train import Training
 
 
-@dataclass
 class Watcher:
     """What a fit tells while it runs. The methods do nothing; a face overrides what it shows."""
 
@@ -130,9 +129,7 @@ def summarise(fitted: Fitted, images: Images) -> dict[str, Any]:
         "image_shape": list(fitted.predictor.image_shape),
         "seconds": round(fitted.seconds, 1),
         "score": fitted.history[-1]["score"],  # label-free
-        "label_free_epoch": max(fitted.history, key=lambda row: -1 if math.isnan(row["score"]) else row["score"])[
-            "epoch"
-        ],
+        "label_free_epoch": metrics.best_epoch(fitted.history),
         **figures,
         "clusters": [
             {"cluster": c, "size": int(sizes[c]), "confidence": _mean(p[labels == c, c])} for c in range(len(sizes))

@@ -8,6 +8,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from semclust.partition import cluster_means
+
 
 def most_likely(p: Tensor) -> Tensor:
     """y_i = argmax_j p_ij (Eq. 5)."""
@@ -37,13 +39,11 @@ def merge_and_split(y: Tensor, x: Tensor, n_clusters: int, min_size: float) -> T
     small, nothing changes.
     """
     y = y.clone()
-    size = torch.bincount(y, minlength=n_clusters)
+    centroid, size = cluster_means(x, y, n_clusters)
     small = size < min_size
     if not small.any() or small.all():
         return y
 
-    centroid = torch.zeros(n_clusters, x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, y, x)
-    centroid = centroid / size.clamp(min=1)[:, None]
     closeness = (x @ centroid.T).masked_fill(small[None, :], -torch.inf)
     y = torch.where(small[y], closeness.argmax(1), y)
 

@@ -3,7 +3,7 @@
 Used to start the labels and to group the features of instance contrast alone. Works on whichever
 device the features lie; random numbers come from torch's default generator.
 
-Shapes: N images, C clusters, d dimension, p landmarks, R restarts.
+Shapes: N images, C clusters, d dimension, p landmarks.
 """
 
 import torch
@@ -13,6 +13,13 @@ from torch import Tensor
 CHUNK = 8192  # images at once, so that memory does not grow with N x p
 LANDMARKS = 1000
 SAMPLE = 20_000  # images among which landmarks are sought
+
+
+def cluster_means(x: Tensor, y: Tensor, n_clusters: int) -> tuple[Tensor, Tensor]:
+    """Mean of the rows of x (N x d) in each cluster (C x d; 0 where there are none), and their number (C)."""
+    size = torch.bincount(y, minlength=n_clusters)
+    total = torch.zeros(n_clusters, x.shape[1], dtype=x.dtype, device=x.device).index_add_(0, y, x)
+    return total / size.clamp(min=1)[:, None], size
 
 
 def k_means(x: Tensor, n_clusters: int, restarts: int = 10, rounds: int = 100) -> tuple[Tensor, Tensor]:
@@ -25,8 +32,7 @@ def k_means(x: Tensor, n_clusters: int, restarts: int = 10, rounds: int = 100) -
             before, (distance, label) = label, nearest(x, centre)
             if torch.equal(label, before):
                 break
-            size = torch.bincount(label, minlength=n_clusters)
-            mean = torch.zeros_like(centre).index_add_(0, label, x) / size.clamp(min=1)[:, None]
+            mean, size = cluster_means(x, label, n_clusters)
             centre = torch.where((size > 0)[:, None], mean, centre)
         inertia = distance.sum().item()
         if best is None or inertia < best[0]:
@@ -47,23 +53,28 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     sample = x[torch.randperm(len(x), device=x.device)[:SAMPLE]]
     landmark = F.normalize(k_means(sample, n_landmarks, restarts=1, rounds=10)[1], dim=1)
 
-    def ties(chunk: Tensor) -> Tensor:
-        """Weights of each image's ties to its nearest landmarks; they sum to 1 (chunk x p)."""
-        closeness, which = (chunk @ landmark.T).topk(min(neighbours, n_landmarks), dim=1)
-        return torch.zeros(len(chunk), n_landmarks, dtype=x.dtype, device=x.device).scatter_(
-            1, which, (closeness / tau).softmax(1)
-        )
+    def zeros(*shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=x.dtype, device=x.device)
 
-    chunks = x.split(CHUNK)
-    degree = sum(ties(chunk).sum(0) for chunk in chunks)
-    scale = torch.as_tensor(degree).clamp(min=1e-6).rsqrt()
-    graph = torch.zeros(n_landmarks, n_landmarks, dtype=x.dtype, device=x.device)
-    for chunk in chunks:
-        z = ties(chunk) * scale
+    near = []  # of each chunk: the nearest landmarks and the weights of the ties to them, which sum to 1
+    for chunk in x.split(CHUNK):
+        closeness, which = (chunk @ landmark.T).topk(min(neighbours, n_landmarks), dim=1)
+        near.append((which, (closeness / tau).softmax(1)))
+
+    def ties(which: Tensor, weight: Tensor) -> Tensor:
+        """The same as a whole matrix (chunk x p)."""
+        return zeros(len(which), n_landmarks).scatter_(1, which, weight)
+
+    degree, graph = zeros(n_landmarks), zeros(n_landmarks, n_landmarks)
+    for chunk_ties in near:
+        degree += ties(*chunk_ties).sum(0)
+    scale = degree.clamp(min=1e-6).rsqrt()
+    for chunk_ties in near:
+        z = ties(*chunk_ties) * scale
         graph += z.T @ z
     # In double precision, which not every GPU has; the largest eigenvalues come last.
     vector = torch.linalg.eigh(graph.cpu().double())[1][:, -n_clusters:].to(x)
-    embedding = torch.cat([ties(chunk) * scale @ vector for chunk in chunks])
+    embedding = torch.cat([ties(*chunk_ties) * scale @ vector for chunk_ties in near])
     return k_means(F.normalize(embedding, dim=1), n_clusters)[0]
 
 

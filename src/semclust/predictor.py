@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from semclust import __version__
+from semclust.backbones import build_backbone
 from semclust.config import Settings, check, from_json, to_json
 from semclust.data import Images, open_images
 from semclust.errors import DamagedFileError, InputError
-from semclust.model import ClusterNetwork, Encoder, LinearClassifier, build_backbone, channels_last
+from semclust.model import ClusterNetwork, Encoder, LinearClassifier, channels_last
 from semclust.storage import load_into, read_json, read_tensors, write_json, write_tensors
 from semclust.train import Learner
 
@@ -159,12 +160,3 @@ def is_model(folder: Path) -> bool:
         return "image_shape" in read_json(folder / "config.json")
     except DamagedFileError:
         return False
-
-
-def model_folder(path: Path) -> Path:
-    """The model inside a run folder of `semclust fit`; a model folder is its own."""
-    if (path / "model").is_dir():
-        return path / "model"
-    if (path / "metrics.csv").exists() or (path / "last.ckpt").exists():
-        raise InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
-    return path

@@ -140,6 +140,16 @@ class RunFolder:
         write_json(self.path / "summary.json", summary)
 
 
+def model_folder(path: Path) -> Path:
+    """The model inside a run folder of `semclust fit`; a model folder is its own."""
+    run = RunFolder(path)
+    if run.model.is_dir():
+        return run.model
+    if run.metrics.exists() or run.checkpoint.exists():
+        raise InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
+    return path
+
+
 def free_path(path: Path) -> Path:
     """``path``, or with -2, -3, ... before its ending: one that does not exist."""
     number, free = 1, path

@@ -7,7 +7,6 @@ numbers, so a run can stop after any epoch and go on as if it had not.
 Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representation.
 """
 
-import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -20,20 +19,12 @@ from torch import Tensor, nn
 
 from semclust import core, labels, metrics
 from semclust.augment import Augmentation
+from semclust.backbones import build_backbone, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers
 from semclust.errors import DamagedFileError, TrainingError
-from semclust.model import (
-    ClusterTask,
-    Encoder,
-    TaskPlan,
-    build_backbone,
-    channels_last,
-    follow,
-    group_batch_norm,
-    momentum_twin,
-)
+from semclust.model import ClusterTask, Encoder, TaskPlan, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
 from semclust.storage import load_into
 
@@ -110,7 +101,7 @@ class Training:
         self.images = torch.tensor(pixels).to(device).permute(0, 3, 1, 2)  # N x c x H x W
         self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
-        with self._own_random_numbers(0):
+        with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, pixels.shape[1:], self.n_images)
         channels_last(self.learner.to(device))
         self._measure_colours()
@@ -130,7 +121,7 @@ class Training:
     def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Tensor]:
         """Train for one epoch and renew the labels. Returns the row of figures, and the classifier's
         probabilities p of all images without augmentation (N x C)."""
-        with self._own_random_numbers(1 + self.epoch):
+        with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step)
             h, q = self.features()
@@ -242,7 +233,7 @@ class Training:
         return (w * l_id).sum(), core.cluster_loss(logits, core.memory_assignment(bank))
 
     def _classifier_sees(self, h: Tensor, q: Tensor) -> Tensor:
-        return F.normalize(h, dim=1) if self.settings.classifier_input == "pooled" else q
+        return classifier_input(h, q, self.settings.classifier_input == "pooled")
 
     @torch.no_grad()
     def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: list[ClusterTask]) -> None:
@@ -267,11 +258,9 @@ class Training:
 
         The figures are those of the target task, or of "over" while that is all there is."""
         tasks = self.learner.tasks
-        reported = [name for name in ("cluster", "over") if name in tasks and self.learns(tasks[name])][:1]
-        if self.instance_alone:
-            reported = ["cluster"]
+        over_only = not self.instance_alone and not self.learns(tasks["cluster"])
         figures = dict.fromkeys(metrics.HEALTH, math.nan)
-        for name, task in self.learner.tasks.items():
+        for name, task in tasks.items():
             q_task = q[task.projection]
             seen = self._classifier_sees(h, q_task)
             y = self._next_labels(task, seen, q_task)
@@ -283,11 +272,13 @@ class Training:
                 task.s.fill_(1)
             if name == "cluster":
                 p = task.classifier(seen).softmax(1)
-            if name in reported:
-                figures = metrics.health(task.classifier(seen).softmax(1), self._memory_labels(task, q_task), churn)
-        if reported != ["cluster"]:  # these clusters are not the result: there is nothing yet to choose an epoch by
-            figures["score"] = math.nan
-        return {"spread": metrics.spread(q[self.learner.tasks["cluster"].projection])} | figures, p
+                if not over_only:
+                    figures = metrics.health(p, self._memory_labels(task, q_task), churn)
+            elif name == "over" and over_only and self.learns(task):
+                p_over = task.classifier(seen).softmax(1)
+                figures = metrics.health(p_over, self._memory_labels(task, q_task), churn)
+                figures["score"] = math.nan  # these clusters are not the result, by which to choose an epoch
+        return {"spread": metrics.spread(q[tasks["cluster"].projection])} | figures, p
 
     def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor) -> Tensor:
         """The labels that the next epoch learns from."""
@@ -340,10 +331,6 @@ class Training:
         return torch.cat(hs), {name: torch.cat([q[name] for q in qs]) for name in qs[0]}
 
     # ---- surroundings ----------------------------------------------------------------------------
-
-    def _own_random_numbers(self, stream: int) -> contextlib.AbstractContextManager[None]:
-        """Seed torch for one epoch; the caller's random state is as before afterwards."""
-        return own_random_numbers(self.settings.random_state, stream, self.device)
 
     def _measure_colours(self) -> None:
         """Let the encoder subtract the mean colour of the images and divide by their deviation."""
