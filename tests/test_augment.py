@@ -269,7 +269,7 @@ def test_transparency_is_left_alone_and_colours_do_not_depend_on_it():
 @pytest.mark.parametrize("H, W, blurred", [(64, 64, True), (90, 64, True), (63, 64, False), (64, 32, False)])
 def test_natural_views_are_blurred_from_64_pixels(H, W, blurred, monkeypatch):
     seen = []
-    monkeypatch.setattr(augment, "blur", lambda x: seen.append(x.shape) or x)
+    monkeypatch.setattr(augment.blur, "by", lambda x, u: seen.append(x.shape) or x)
     augment.natural(torch.rand(2, 3, H, W))
     assert seen == [(2, 3, H, W)] * blurred
 

@@ -38,6 +38,7 @@ NAMES = [
     "batch_norm_groups",
     "contrast",
     "momentum",
+    "symmetric",
     "temperature",
     "memory_size",
     "tasks",
@@ -56,6 +57,8 @@ NAMES = [
     "hard_samples",
     "random_state",
     "device",
+    "images_on",
+    "compile",
 ]
 
 
@@ -107,6 +110,9 @@ BAD = [
     *[("online", value) for value in (0, "True")],
     *[("hard_samples", value) for value in (1, None)],
     *[("random_state", value) for value in (-1, 0.5, "0", True)],
+    *[("symmetric", value) for value in (1, "yes", None)],
+    *[("images_on", value) for value in ("gpu", "", None)],
+    *[("compile", value) for value in (0, "no", None)],
 ]
 
 

@@ -1,6 +1,7 @@
 """Memory, losses and momentum update against the paper's formulas written as loops."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -91,7 +92,7 @@ class LastWriteFirst(TorchFunctionMode):
         if func is torch.Tensor.__setitem__:
             self.seen = True
             target, index, value = args
-            args = target, tuple(part.flip(0) for part in index), value.flip(0)
+            args = target, index.flip(0), value.flip(0)
         return func(*args, **(kwargs or {}))
 
 
@@ -163,7 +164,9 @@ def test_cluster_loss(n, C, seed):
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(5 * rng.standard_normal((n, C)))
     p_memory = torch.from_numpy(rng.dirichlet(np.ones(C), n))
-    close(core.cluster_loss(logits, p_memory), naive.cluster_loss(logits.tolist(), p_memory.tolist()))
+    losses = core.cluster_loss(logits, p_memory)
+    assert losses.shape == (n,)
+    close(losses.mean(), naive.cluster_loss(logits.tolist(), p_memory.tolist()))
 
 
 def test_overall_loss_weighs_both_parts():
@@ -196,7 +199,7 @@ def test_cluster_loss_has_a_gradient_to_the_logits_only():
     q = unit(rng, 6, 3).requires_grad_()
     logits = torch.from_numpy(rng.standard_normal((6, 4))).requires_grad_()
     p_memory = core.memory_assignment(core.bank_similarity(q, unit(rng, 4, 2, 3), 0.1))
-    core.cluster_loss(logits, p_memory).backward()
+    core.cluster_loss(logits, p_memory).mean().backward()
     assert q.grad is None
     close(logits.grad, (logits.softmax(1) - p_memory).detach() / 6)
 
@@ -205,14 +208,29 @@ def test_cluster_loss_has_a_gradient_to_the_logits_only():
 @given(problems())
 def test_instance_loss_has_no_gradient_to_the_own_bank(problem):
     q, k, y, keys, tau = problem
-    keys.requires_grad_()
-    for i, y_i in enumerate(y):
-        one = slice(i, i + 1)
-        bank = core.bank_similarity(q[one], keys, tau)
-        (grad,) = torch.autograd.grad(core.instance_loss(q[one], k[one], bank, tau, y[one]).sum(), keys)
-        assert grad[y_i].eq(0).all()
-        others = torch.arange(len(keys)) != y_i
-        assert grad[others].ne(0).all()
+    bank = core.bank_similarity(q, keys, tau).requires_grad_()
+    core.instance_loss(q, k, bank, tau, y).sum().backward()
+    own = core.own_bank(y, len(keys))
+    assert bank.grad[own].eq(0).all() and bank.grad[~own].ne(0).all()
+
+
+@repeatable
+@given(problems(), st.integers(1, 40))
+def test_bank_similarity_does_not_depend_on_how_many_banks_are_taken_at_once(problem, at_once):
+    q, _, _, keys, tau = problem
+    results = []
+    for similarities in (2**23, at_once):
+        with patch.object(core, "SIMILARITIES_AT_ONCE", similarities):
+            x = q.clone().requires_grad_()
+            bank = core.bank_similarity(x, keys, tau)
+            (bank * torch.arange(1.0, 1 + len(keys), dtype=torch.float64)).sum().backward()
+        results.append((bank.detach(), x.grad))
+    plain = q.clone().requires_grad_()
+    whole = (plain @ keys.flatten(0, 1).T / tau).unflatten(1, keys.shape[:2]).logsumexp(2)
+    (whole * torch.arange(1.0, 1 + len(keys), dtype=torch.float64)).sum().backward()
+    for bank, gradient in results:
+        torch.testing.assert_close(bank, whole.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(gradient, plain.grad, rtol=1e-10, atol=1e-10)
 
 
 def test_gradients_to_query_and_key_are_those_of_the_formula():
@@ -256,7 +274,7 @@ def test_float32_stays_finite_at_a_low_temperature(aligned):
         core.instance_loss(q, aligned * q.detach(), bank, tau, y).sum(),
         core.instance_loss(q, aligned * q.detach(), bank, tau).sum(),
         core.attraction_loss(bank, y).sum(),
-        core.cluster_loss(logits, p_memory),
+        core.cluster_loss(logits, p_memory).mean(),
     ]
     assert all(loss.dtype == torch.float32 and loss.isfinite() for loss in losses)
     sum(losses).backward()
@@ -295,7 +313,7 @@ def test_steps_take_the_cluster_loss_down_to_the_entropy_of_the_memory():
     p_memory = torch.from_numpy(rng.dirichlet(np.ones(4), 10))
     entropy = -(p_memory * p_memory.log()).sum(1).mean().item()
     start = torch.from_numpy(rng.standard_normal((10, 4))).requires_grad_()
-    losses = descend(lambda logits: core.cluster_loss(logits, p_memory), start, rate=10.0, steps=100)
+    losses = descend(lambda logits: core.cluster_loss(logits, p_memory).mean(), start, rate=10.0, steps=100)
     assert all(after < before for before, after in pairwise(losses))
     assert entropy < losses[-1] < entropy + 0.05 * (losses[0] - entropy)
 

@@ -80,6 +80,8 @@ class Settings:
     momentum: float | None = setting(None, low=0, high=1)
     """Share m that the momentum encoder keeps at each step, or a stored vector when its image is met.
     None: 0.99, and 0.5 for stored vectors, which are met once an epoch."""
+    symmetric: bool = False
+    """Use each view once as query and once as key: twice the work a step."""
     temperature: float = setting(0.2, low=1e-3)
     """Temperature tau of all similarities."""
     memory_size: int = setting(4096, low=1)
@@ -127,6 +129,11 @@ class Settings:
     """Seed. The same seed on the same CPU gives the same run, on a GPU nearly; None draws one."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps. auto: a GPU where there is one."""
+    images_on: Literal["auto", "device", "host"] = "auto"
+    """Where the images lie: in the memory of the device, or streamed to it from the host's memory or disk.
+    auto: on the device, where they take at most half of its free memory."""
+    compile: bool = True
+    """Compile and record the steps on a GPU, where the run is long enough to pay for that."""
 
 
 def preset(name: str) -> dict[str, Any]:

@@ -11,9 +11,13 @@ Shapes: n batch, C clusters, m keys in a bank, d dimension of a representation.
 All representations are unit vectors, so an inner product is a cosine.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+SIMILARITIES_AT_ONCE = 2**23
 
 
 def bank_size(K: int, C: int) -> int:
@@ -39,24 +43,60 @@ class SemanticMemory(nn.Module):
     @torch.no_grad()
     def enqueue(self, k: Tensor, y: Tensor) -> None:
         """Write each key k_i (n x d) into bank M_{y_i}, over the oldest key there."""
-        m = self.keys.shape[1]
-        y, order = torch.sort(y, stable=True)
-        count = torch.zeros_like(self.next_slot).scatter_add_(0, y, torch.ones_like(y))
+        C, m, d = self.keys.shape
         position = torch.arange(len(y), device=y.device)
-        rank = position - (count.cumsum(0) - count)[y]  # age within the own cluster: 0 is the oldest
-        slot = (self.next_slot[y] + rank) % m
+        member = own_bank(y, C)
+        age = member.cumsum(0).gather(1, y[:, None])[:, 0] - 1  # within the own cluster: 0 is the oldest
+        slot = y * m + (self.next_slot[y] + age) % m
         # A cluster with more than m keys in the batch wraps around. Every key that meets the same slot
         # then writes the newest of them, so that the result does not depend on the order of writes.
-        newest = position + (count[y] - 1 - rank) // m * m
-        self.keys[y, slot] = k[order][newest].to(self.keys.dtype)
-        self.next_slot.copy_((self.next_slot + count) % m)
+        newest = torch.zeros(C * m, dtype=torch.long, device=y.device).scatter_reduce_(0, slot, position, "amax")
+        self.keys.view(C * m, d)[slot] = k[newest[slot]].to(self.keys.dtype)
+        self.next_slot.copy_((self.next_slot + member.sum(0)) % m)
+
+
+def own_bank(y: Tensor, C: int) -> Tensor:
+    """Whether bank j is that of sample i's cluster: n x C."""
+    return y[:, None] == torch.arange(C, device=y.device)
 
 
 def bank_similarity(q: Tensor, keys: Tensor, tau: float) -> Tensor:
-    """log sum over each bank of exp(cos(q_i, k~) / tau): n x C, from q (n x d) and keys (C x m x d)."""
-    C, m, d = keys.shape
-    cosine = q @ keys.reshape(C * m, d).T  # n x (C m)
-    return (cosine / tau).unflatten(1, (C, m)).logsumexp(2)
+    """log sum over each bank of exp(cos(q_i, k~) / tau): n x C, from q (n x d) and keys (C x m x d).
+
+    The gradient reaches q alone: keys are what the memory holds.
+    """
+    return _BankSimilarity.apply(q, keys, tau)
+
+
+class _BankSimilarity(torch.autograd.Function):
+    """The similarities themselves (n x C x m) are never kept: a few banks at a time, and once more for the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, tau: float) -> Tensor:
+        bank = torch.cat([_cosine(q, part).div(tau).logsumexp(2) for part in _few_banks(q, keys)], dim=1)
+        ctx.save_for_backward(q, keys, bank)
+        ctx.tau = tau
+        return bank
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        q, keys, bank = ctx.saved_tensors
+        to_q = torch.zeros_like(q)
+        first = 0
+        for part in _few_banks(q, keys):
+            these = slice(first, first := first + len(part))
+            share = (_cosine(q, part) / ctx.tau - bank[:, these, None]).exp()  # of each key in its bank's sum
+            to_q = to_q + (share * gradient[:, these, None]).flatten(1) @ part.flatten(0, 1) / ctx.tau
+        return to_q, None, None
+
+
+def _cosine(q: Tensor, keys: Tensor) -> Tensor:
+    """n x C x m."""
+    return (q @ keys.flatten(0, 1).T).unflatten(1, keys.shape[:2])
+
+
+def _few_banks(q: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+    return keys.split(max(1, SIMILARITIES_AT_ONCE // (len(q) * keys.shape[1])))
 
 
 def instance_loss(q: Tensor, k: Tensor, bank: Tensor, tau: float, y: Tensor | None = None) -> Tensor:
@@ -67,7 +107,7 @@ def instance_loss(q: Tensor, k: Tensor, bank: Tensor, tau: float, y: Tensor | No
     """
     positive = (q * k).sum(1, keepdim=True) / tau  # n x 1
     if y is not None:
-        bank = bank.scatter(1, y[:, None], -torch.inf)
+        bank = bank.masked_fill(own_bank(y, bank.shape[1]), -torch.inf)
     return torch.cat([positive, bank], dim=1).logsumexp(1) - positive[:, 0]
 
 
@@ -81,15 +121,15 @@ def attraction_loss(bank: Tensor, y: Tensor) -> Tensor:
 
     Not in the paper, whose clusters only push each other away.
     """
-    return bank.logsumexp(1) - bank.gather(1, y[:, None])[:, 0]
+    return bank.logsumexp(1) - (bank * own_bank(y, bank.shape[1])).sum(1)
 
 
 def cluster_loss(logits: Tensor, p_memory: Tensor) -> Tensor:
-    """Consistency L_CD between the memory's assignment p~ and the classifier's p (Eq. 4).
+    """Consistency L_CD(I_i) between the memory's assignment p~ and the classifier's p for each sample: n (Eq. 4).
 
     ``logits`` are W^T q + B; the gradient reaches them only, never p~.
     """
-    return -(p_memory.detach() * F.log_softmax(logits, dim=1)).sum(1).mean()
+    return -(p_memory.detach() * F.log_softmax(logits, dim=1)).sum(1)
 
 
 def overall_loss(l_id: Tensor, l_cd: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -25,10 +25,14 @@ def choose_device(device: str) -> torch.device:
     return chosen
 
 
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether the device is a GPU that does so itself, and does not only emulate it."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 for convolutions and products where the GPU computes in it, not only emulates it."""
-    on = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=on)
+    """bfloat16 for convolutions and products where the GPU computes in it."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=computes_in_bfloat16(device))
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ class Display(Watcher):
         self.progress: Progress | None = None
 
     def begin(self, training: Training) -> None:
-        settings, (_, c, H, W) = training.settings, training.images.shape
+        settings, (H, W, c) = training.settings, training.image_shape
         n_weights = sum(p.numel() for p in training.learner.encoder.parameters())
         network = training.learner.encoder.backbone
         backbone = getattr(network, "name", type(network).__name__)

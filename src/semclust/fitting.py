@@ -3,6 +3,7 @@
 import math
 import platform
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,7 +51,7 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
     from its last checkpoint if it has one. Labels of the images only add ACC, NMI and ARI to the rows."""
     watcher = watcher or Watcher()
     started = time.monotonic()
-    training = start(images, settings)
+    training = start(images, settings, watcher.warn)
     history: list[dict[str, Any]] = []
     if run is not None:
         if not run.checkpoint.exists() and (run.model.exists() or len(run.read_metrics()) > 1):
@@ -100,11 +101,11 @@ def check_suits(images: Images, settings: Settings) -> None:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
 
 
-def start(images: Images, settings: Settings) -> Training:
+def start(images: Images, settings: Settings, on_notice: Callable[[str], None] = lambda message: None) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings)
     augmentation = choose_augmentation(settings.augment, images.pixels.shape[3])
-    return Training(images.pixels, settings, augmentation, choose_device(settings.device))
+    return Training(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
 
 
 def draw_seed(settings: Settings) -> Settings:

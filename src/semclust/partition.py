@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 8192  # images at once, so that memory does not grow with N x p
+DISTANCES_AT_ONCE = 2**23
 LANDMARKS = 1000
 SAMPLE = 20_000  # images among which landmarks are sought
 
@@ -23,22 +24,20 @@ def cluster_means(x: Tensor, y: Tensor, n_clusters: int) -> tuple[Tensor, Tensor
 
 
 def k_means(x: Tensor, n_clusters: int, restarts: int = 10, rounds: int = 100) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm from k-means++ starts; the best of ``restarts``. Returns labels (N), centres (C x d)."""
-    best: tuple[float, Tensor, Tensor] | None = None
-    for _ in range(restarts):
-        centre = _spread_out(x, n_clusters)
-        label = torch.full((len(x),), -1, device=x.device)
-        for _ in range(rounds):
-            before, (distance, label) = label, nearest(x, centre)
-            if torch.equal(label, before):
-                break
-            mean, size = cluster_means(x, label, n_clusters)
-            centre = torch.where((size > 0)[:, None], mean, centre)
-        inertia = distance.sum().item()
-        if best is None or inertia < best[0]:
-            best = inertia, label, centre
-    assert best is not None
-    return best[1], best[2]
+    """Lloyd's algorithm from k-means++ starts; the best of ``restarts``, which run side by side. Returns
+    labels (N), centres (C x d)."""
+    centre = _spread_out(x, n_clusters, restarts)  # restarts x C x d
+    label = torch.full((len(x), restarts), -1, device=x.device)
+    check_every = 8 if x.is_cuda else 1  # a comparison waits for the device
+    for number in range(1, rounds + 1):
+        before, (distance, label) = label, nearest(x, centre)
+        if number % check_every == 0 and torch.equal(label, before):
+            break
+        for own, own_label in zip(centre, label.T, strict=True):
+            mean, size = cluster_means(x, own_label, n_clusters)
+            own.copy_(torch.where((size > 0)[:, None], mean, own))
+    best = distance.sum(0).argmin()
+    return label[:, best], centre[best]
 
 
 def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int = 10) -> Tensor:
@@ -73,25 +72,30 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
         z = ties(*chunk_ties) * scale
         graph += z.T @ z
     # In double precision, which not every GPU has; the largest eigenvalues come last.
-    vector = torch.linalg.eigh(graph.cpu().double())[1][:, -n_clusters:].to(x)
+    matrix = graph.double() if graph.is_cuda else graph.cpu().double()
+    vector = torch.linalg.eigh(matrix)[1][:, -n_clusters:].to(x)
     embedding = torch.cat([ties(*chunk_ties) * scale @ vector for chunk_ties in near])
     return k_means(F.normalize(embedding, dim=1), n_clusters)[0]
 
 
 def nearest(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared distance to the nearest centre and which it is, for each row of x."""
-    parts = [torch.cdist(chunk, centre).min(1) for chunk in x.split(CHUNK)]
+    """Of each row of x and each set of centres (sets x C x d): squared distance to the nearest, and which it is
+    (both N x sets)."""
+    sets, C, _ = centre.shape
+    rows = max(1, DISTANCES_AT_ONCE // (sets * C))
+    parts = [torch.cdist(chunk, centre.flatten(0, 1)).unflatten(1, (sets, C)).min(2) for chunk in x.split(rows)]
     return torch.cat([p.values for p in parts]).square(), torch.cat([p.indices for p in parts])
 
 
-def _spread_out(x: Tensor, n_clusters: int) -> Tensor:
-    """k-means++ (Arthur & Vassilvitskii 2007): each centre is drawn far from those before it."""
-    first = torch.randint(len(x), (1,), device=x.device)
-    centres = [x[first]]
-    distance = (x - centres[0]).square().sum(1)
+def _spread_out(x: Tensor, n_clusters: int, restarts: int) -> Tensor:
+    """k-means++ (Arthur & Vassilvitskii 2007): each centre is drawn far from those before it. restarts x C x d."""
+    centre = x[torch.randint(len(x), (restarts,), device=x.device)]
+    centres, distance = [centre], torch.cdist(x, centre).square()
     for _ in range(n_clusters - 1):
-        # Where every image already lies on a centre, any image will do.
-        weight = distance if distance.max() > 0 else torch.ones_like(distance)
-        centres.append(x[torch.multinomial(weight, 1)])
-        distance = torch.minimum(distance, (x - centres[-1]).square().sum(1))
-    return torch.cat(centres)
+        # Of exponential waiting times at these rates, the shortest is each one's with a chance in proportion to its
+        # rate. Where every image already lies on a centre, any will do.
+        rate = distance + (distance.amax(0) == 0)
+        centre = x[(rate / torch.empty_like(rate).exponential_()).argmax(0)]
+        centres.append(centre)
+        distance = torch.minimum(distance, torch.cdist(x, centre).square())
+    return torch.stack(centres, dim=1)

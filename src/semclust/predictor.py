@@ -18,7 +18,7 @@ from semclust.config import Settings, check, from_json, to_json
 from semclust.data import Images, open_images
 from semclust.errors import DamagedFileError, InputError
 from semclust.model import ClusterNetwork, Encoder, LinearClassifier, channels_last
-from semclust.storage import load_into, read_json, read_tensors, write_json, write_tensors
+from semclust.storage import as_state, load_into, read_json, read_tensors, write_json, write_tensors
 from semclust.train import Learner
 
 FORMAT = 1
@@ -47,7 +47,7 @@ class Predictor:
                 encoder[f"projections.cluster.{name.removeprefix(kept)}"] = value
             elif not name.startswith("projections."):
                 encoder[name] = value
-        made.network.encoder.load_state_dict(encoder)
+        made.network.encoder.load_state_dict(as_state(encoder, made.network.encoder))
         made.network.classifier.load_state_dict(learner.tasks["cluster"].classifier.state_dict())
         return made
 

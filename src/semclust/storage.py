@@ -6,6 +6,7 @@ never meets half a file. Tensors are safetensors, whose reader cannot run code; 
 
 import json
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +88,16 @@ def looks_like_pickle(path: Path) -> bool:
 def load_into(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
     """Load a state into ``module``; a name or shape that does not fit is an error about ``path``."""
     try:
-        module.load_state_dict(tensors)
+        module.load_state_dict(as_state(tensors, module))
     except RuntimeError as error:
         raise DamagedFileError(
             f"{path} does not fit the settings beside it ({str(error).splitlines()[1].strip()[:200]}). {NEXT_STEP}."
         ) from error
+
+
+def as_state(tensors: dict[str, Tensor], module: torch.nn.Module) -> dict[str, Tensor]:
+    """A state for ``module``, with the versions of its parts' formats: without them a batch norm expects a count
+    of batches, which none here keeps."""
+    state = OrderedDict(tensors)
+    state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    return state

@@ -7,8 +7,9 @@ numbers, so a run can stop after any epoch and go on as if it had not.
 Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representation.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,12 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semclust import core, labels, metrics
-from semclust.augment import Augmentation
+from semclust.augment import Augmentation, RandomView
 from semclust.backbones import build_backbone, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers
+from semclust.engine import Engine, fast_kernels
 from semclust.errors import DamagedFileError, TrainingError
+from semclust.loader import choose_loader
 from semclust.model import ClusterTask, Encoder, TaskPlan, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
 from semclust.storage import load_into
@@ -93,24 +96,45 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
 class Training:
     """A run in progress. ``run_epoch`` until ``epoch == settings.epochs``."""
 
-    def __init__(self, pixels: np.ndarray, settings: Settings, augmentation: Augmentation, device: torch.device):
+    def __init__(
+        self,
+        pixels: np.ndarray,
+        settings: Settings,
+        augmentation: Augmentation,
+        device: torch.device,
+        on_notice: Callable[[str], None] = lambda message: None,
+    ):
         """``pixels``: N x H x W x c, uint8."""
         self.settings, self.device, self.augmentation = settings, device, augmentation
+        self.precision = mixed_precision(device)
         self.epoch = 0
-        self.n_images = len(pixels)
-        self.images = torch.tensor(pixels).to(device).permute(0, 3, 1, 2)  # N x c x H x W
+        self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
+        self.images = choose_loader(pixels, device, settings.images_on)
         self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
         with own_random_numbers(settings.random_state, 0, device):
-            self.learner = Learner(settings, pixels.shape[1:], self.n_images)
+            self.learner = Learner(settings, self.image_shape, self.n_images)
         channels_last(self.learner.to(device))
         self._measure_colours()
         self.trained = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
+        # The rate is a tensor where steps are recorded: a number would be recorded for good.
         self.optimiser = torch.optim.SGD(
-            self.trained, lr=0.0, momentum=SGD_MOMENTUM, weight_decay=settings.weight_decay
+            self.trained,
+            lr=torch.zeros((), device=device),
+            momentum=SGD_MOMENTUM,
+            weight_decay=settings.weight_decay,
+            fused=True,
         )
         for parameter in self.trained:  # as SGD would at the first step, but there from the start to be saved
             self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+        self.engine = Engine(device, settings.epochs * self.n_images, settings.compile, on_notice)
+        self._view = self.engine.compiled(self._two_views)
+        self._encode = self.engine.compiled(self.learner.encoder)
+        self._encode_key = self.engine.compiled(self.learner.twin) if self.learner.twin is not None else None
+        self._losses = self.engine.compiled(self._sample_losses)
+        self._enqueue = self.engine.compiled(SemanticMemory.enqueue)
+        self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
 
     def learns(self, task: ClusterTask) -> bool:
         """Whether the current epoch trains on this task."""
@@ -121,35 +145,46 @@ class Training:
     def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Tensor]:
         """Train for one epoch and renew the labels. Returns the row of figures, and the classifier's
         probabilities p of all images without augmentation (N x C)."""
-        with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device):
+        with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step)
             h, q = self.features()
-            if not all(tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)):
+            if not torch.stack([tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)]).all():
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.epoch += 1
             figures, p = self._renew_labels(h, q)
         return row | figures, p
 
     def _steps(self, on_step: Callable[[int], None]) -> dict[str, float]:
-        self.learner.train()
-        order = torch.randperm(self.n_images, device=self.device)
-        # Batches of nearly one size: a last batch of a few images would have useless batch statistics.
-        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
-        batches = order.tensor_split(n_batches)
-        losses = torch.zeros(len(batches), 3, device=self.device)
-        for step, index in enumerate(batches):
-            rate = self.learning_rate(self.epoch + step / len(batches))
-            for group in self.optimiser.param_groups:
-                group["lr"] = rate
-            losses[step] = self._step(index)
-            on_step(len(index))
+        self._begin_steps()
+        order = self._order()
+        steps = len(order)
+        losses = torch.zeros(steps, 3, device=self.device)
+        for step, x in enumerate(self.images.batches(order)):
+            rate = self.learning_rate(self.epoch + step / steps)
+            losses[step] = self._step(x, order[step], rate)
+            on_step((step + 1) * self.n_images // steps - step * self.n_images // steps)
         finite = losses.isfinite().all(1)
         if not finite.all():
             bad = int((~finite).nonzero()[0, 0])
-            raise self._not_finite(f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {len(batches)}")
+            raise self._not_finite(f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {steps}")
         loss, l_id, l_cd = losses.mean(0).tolist()
         return {"learning_rate": rate, "loss": loss, "loss_id": l_id, "loss_cd": l_cd}
+
+    def _begin_steps(self) -> None:
+        self.learner.train()
+        phase = tuple(name for name, task in self.learner.tasks.items() if self.learns(task))
+        if phase != self._phase:  # another set of tasks is another step to record
+            self._phase = phase
+            self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
+
+    def _order(self) -> Tensor:
+        """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
+        recorded step needs it; to fill the last one, the first few images come once more."""
+        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
+        n = math.ceil(self.n_images / n_batches)
+        order = torch.randperm(self.n_images, device=self.device)
+        return torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
 
     def _not_finite(self, what: str) -> TrainingError:
         rate = self.settings.learning_rate
@@ -162,60 +197,86 @@ class Training:
         rise = min(1.0, (epoch + 1e-2) / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
         return self.settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
 
-    def _step(self, index: Tensor) -> Tensor:
-        """One optimiser step on the images ``index`` (n): the losses L, L_ID, L_CD."""
-        learner, settings = self.learner, self.settings
-        x = self.images[index].float().div(255).contiguous(memory_format=torch.channels_last)
-        query, key = self.augmentation(x), self.augmentation(x)
-        with mixed_precision(self.device):
-            h, q = learner.encoder(query)
-            k = self._keys(key, index)
+    def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
+        """One optimiser step on the images x (n x c x H x W bytes) of number ``index`` (n): L, L_ID, L_CD."""
+        for group in self.optimiser.param_groups:
+            group["lr"].fill_(rate)
+        # Views are made outside of what is recorded: they draw random numbers, and may be the user's own code.
+        if isinstance(self.augmentation, RandomView):
+            views = self._view(x, torch.rand(2 * len(x), self.augmentation.numbers, device=x.device))
+        else:
+            x = in_unit_range(x)
+            views = torch.cat([self.augmentation(x), self.augmentation(x)])
+        return self._learn(views, index)
 
-        active = [task for task in learner.tasks.values() if self.learns(task)]
-        zero = torch.zeros((), device=self.device)
-        l_ids, l_cds = [], []
-        if "instance" in settings.tasks or not active:
-            l_ids.append(self._instance_task_loss(q, k))
-            l_cds.append(zero)
-        for task in active:
-            l_id, l_cd = self._cluster_task_losses(task, index, h, q, k)
-            l_ids.append(l_id)
-            l_cds.append(l_cd)
-        loss = core.overall_loss(torch.stack(l_ids), torch.stack(l_cds)).sum()
-        if settings.task_sum == "mean":
+    def _two_views(self, x: Tensor, u: Tensor) -> Tensor:
+        """2n views, by the random numbers u, of n images."""
+        assert isinstance(self.augmentation, RandomView)
+        x = in_unit_range(x)
+        return self.augmentation.by(torch.cat([x, x]), u)
+
+    def _learn_from(self, active: tuple[str, ...], views: Tensor, index: Tensor) -> Tensor:
+        """Learn the tasks ``active`` from two views of each image, the first n and the second n."""
+        query, key = views.chunk(2)
+        if self.settings.symmetric:  # each view is query once and key once
+            query, key, index = views, torch.cat([key, query]), index.repeat(2)
+        with self.precision:
+            with self.engine.beside():  # the two networks need nothing of each other
+                k = self._keys(key, index)
+            h, q = self._encode(query)
+        self.engine.meet()
+        # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
+        # comes before it, into a single block.
+        l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
+        loss = core.overall_loss(l_ids, l_cds).sum()
+        if self.settings.task_sum == "mean":
             loss = loss / len(l_ids)
-
         self.optimiser.zero_grad()
         loss.backward()
         self.optimiser.step()
         self._remember(index, q, k, active)
-        return torch.stack([loss, torch.stack(l_ids).mean(), torch.stack(l_cds).mean()]).detach()
+        return torch.stack([loss, l_ids.mean(), l_cds.mean()]).detach()
+
+    def _sample_losses(
+        self, active: tuple[str, ...], index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """L_ID and L_CD of each task and sample (both tasks x n), with the samples' weights in the mean."""
+        l_ids, l_cds = [], []
+        if "instance" in self.settings.tasks or not active:
+            l_id = self._instance_task_loss(q, k)
+            l_ids.append(l_id)
+            l_cds.append(torch.zeros_like(l_id))
+        for name in active:
+            l_id, l_cd = self._cluster_task_losses(self.learner.tasks[name], index, h, q, k)
+            l_ids.append(l_id)
+            l_cds.append(l_cd)
+        return torch.stack(l_ids), torch.stack(l_cds)
 
     def _keys(self, view: Tensor, index: Tensor) -> dict[str, Tensor]:
         """k for each projection (n x d): the only place where the contrastive methods differ."""
         learner = self.learner
         if self.settings.contrast == "simclr":
-            return learner.encoder(view)[1]
+            return self._encode(view)[1]
         if self.settings.contrast == "instance-memory":
             return dict(zip(learner.encoder.projections, learner.stored_keys[:, index], strict=True))
-        assert learner.twin is not None
+        assert self._encode_key is not None
         with torch.no_grad():
             if self.settings.batch_norm_groups == 1:
-                return learner.twin(view)[1]
+                return self._encode_key(view)[1]
             shuffle = torch.randperm(len(view), device=view.device)  # other neighbours in the batch than q had
             back = shuffle.argsort()
-            return {name: k[back] for name, k in learner.twin(view[shuffle])[1].items()}
+            return {name: k[back] for name, k in self._encode_key(view[shuffle])[1].items()}
 
     def _instance_task_loss(self, q: dict[str, Tensor], k: dict[str, Tensor]) -> Tensor:
-        """L_ID of the instance task: every other image is a negative."""
+        """L_ID of the instance task, for each sample: every other image is a negative."""
         name, tau = self.learner.instance_projection, self.settings.temperature
         bank = core.bank_similarity(q[name], self.learner.instance_memory.keys, tau)
-        return core.instance_loss(q[name], k[name], bank, tau).mean()
+        return core.instance_loss(q[name], k[name], bank, tau) / len(bank)
 
     def _cluster_task_losses(
         self, task: ClusterTask, index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """L_ID (Eq. 1, 2, 6) and L_CD (Eq. 3, 4) of one clustering task."""
+        """L_ID (Eq. 1, 2, 6) and L_CD (Eq. 3, 4) of one clustering task, for each sample."""
         settings, tau = self.settings, self.settings.temperature
         y = task.y[index]
         q_task, k_task = q[task.projection], k[task.projection]
@@ -230,13 +291,13 @@ class Training:
             bank = core.bank_similarity(k_task.detach(), task.memory.keys, tau)
         seen = self._classifier_sees(h, q_task)
         logits = task.classifier(seen if settings.classifier_trains_encoder else seen.detach())
-        return (w * l_id).sum(), core.cluster_loss(logits, core.memory_assignment(bank))
+        return w * l_id, core.cluster_loss(logits, core.memory_assignment(bank)) / len(y)
 
     def _classifier_sees(self, h: Tensor, q: Tensor) -> Tensor:
         return classifier_input(h, q, self.settings.classifier_input == "pooled")
 
     @torch.no_grad()
-    def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: list[ClusterTask]) -> None:
+    def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: tuple[str, ...]) -> None:
         """After the backward pass: move the momentum twin, write the keys into the memories."""
         learner = self.learner
         if learner.twin is not None:
@@ -246,9 +307,10 @@ class Training:
             for i, name in enumerate(k):
                 k[name] = F.normalize(m * k[name] + (1 - m) * q[name].detach(), dim=1)
                 learner.stored_keys[i, index] = k[name]
-        learner.instance_memory.enqueue(k[learner.instance_projection], torch.zeros_like(index))
-        for task in active:
-            task.memory.enqueue(k[task.projection], task.y[index])
+        self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index))
+        for name in active:
+            task = learner.tasks[name]
+            self._enqueue(task.memory, k[task.projection], task.y[index])
 
     # ---- label refresh ---------------------------------------------------------------------------
 
@@ -297,8 +359,8 @@ class Training:
             y = labels.most_likely(task.classifier(seen)) if settings.online else self._memory_labels(task, q)
             return labels.merge_and_split(y, q, C, settings.min_cluster_size * self.n_images / C)
         if age <= 0:  # at the start, and at every refresh of instance contrast alone, the memory is filled anew
-            shuffled = torch.randperm(len(q), device=q.device)
-            task.memory.enqueue(q[shuffled], y[shuffled])
+            for some in torch.randperm(len(q), device=q.device).split(INFERENCE_BATCH):
+                task.memory.enqueue(q[some], y[some])
         return y
 
     def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
@@ -321,21 +383,32 @@ class Training:
     @torch.no_grad()
     def features(self) -> tuple[Tensor, dict[str, Tensor]]:
         """h (N x D) and q of each projection (N x d) of all images, without augmentation."""
-        encoder = self.learner.encoder.eval()
+        encode = self.learner.encoder.eval().folded() or self._encode
         hs, qs = [], []
-        for part in self.images.split(INFERENCE_BATCH):
-            with mixed_precision(self.device):
-                h, q = encoder(part.float().div(255).contiguous(memory_format=torch.channels_last))
+        for part in self._all_images():
+            with self.precision:
+                h, q = encode(in_unit_range(part))
             hs.append(h)
             qs.append(q)
-        return torch.cat(hs), {name: torch.cat([q[name] for q in qs]) for name in qs[0]}
+        return (
+            torch.cat(hs)[: self.n_images],
+            {name: torch.cat([q[name] for q in qs])[: self.n_images] for name in qs[0]},
+        )
+
+    def _all_images(self) -> Iterator[Tensor]:
+        """All images in order, in batches of one size: a compiled network is made for one. After the last image
+        the first come again."""
+        n = min(INFERENCE_BATCH, self.n_images)
+        n_batches = math.ceil(self.n_images / n)
+        numbers = torch.arange(n_batches * n, device=self.device) % self.n_images
+        return self.images.batches(numbers.split(n))
 
     # ---- surroundings ----------------------------------------------------------------------------
 
     def _measure_colours(self) -> None:
         """Let the encoder subtract the mean colour of the images and divide by their deviation."""
-        sums = torch.zeros(2, self.images.shape[1], dtype=torch.float64)
-        for part in self.images.split(INFERENCE_BATCH):
+        sums = torch.zeros(2, self.image_shape[2], dtype=torch.float64)
+        for part in self.images.batches(torch.arange(self.n_images, device=self.device).split(INFERENCE_BATCH)):
             x = part.float() / 255
             sums += torch.stack([x.mean((2, 3)).sum(0), x.square().mean((2, 3)).sum(0)]).cpu()
         mean, square = sums / self.n_images
@@ -367,3 +440,8 @@ class Training:
         for velocity, parameter in zip(velocities, self.trained, strict=True):
             self.optimiser.state[parameter]["momentum_buffer"].copy_(velocity)
         self.epoch = epoch
+
+
+def in_unit_range(x: Tensor) -> Tensor:
+    """Bytes (n x c x H x W) as floats from 0 to 1."""
+    return x.float().div(255).contiguous(memory_format=torch.channels_last)
