@@ -96,7 +96,8 @@ def colour(x: Tensor, u: Tensor) -> Tensor:
         grey = x.mean((1, 2, 3))
         matrix = torch.eye(c, device=x.device).expand(n, c, c)
     else:
-        grey = sum(weight * x[:, i].mean((1, 2)) for i, weight in enumerate(LUMINANCE))
+        r, g, b = (weight * x[:, i].mean((1, 2)) for i, weight in enumerate(LUMINANCE))
+        grey = r + g + b
         matrix = hue_and_saturation(turn, saturation)
     gain, offset = brightness * contrast, brightness * (1 - contrast) * grey
     colours = torch.einsum("nij,njhw->nihw", (gain[:, None, None] * matrix).to(x.dtype), x[:, :3])

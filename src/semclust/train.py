@@ -129,12 +129,16 @@ class Training:
             self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
         self.engine = Engine(device, settings.epochs * self.n_images, settings.compile, on_notice)
+        self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
+        self._prepare_engine()
+
+    def _prepare_engine(self) -> None:
+        """What of a step is compiled, where the engine compiles."""
         self._view = self.engine.compiled(self._two_views)
         self._encode = self.engine.compiled(self.learner.encoder)
         self._encode_key = self.engine.compiled(self.learner.twin) if self.learner.twin is not None else None
         self._losses = self.engine.compiled(self._sample_losses)
         self._enqueue = self.engine.compiled(SemanticMemory.enqueue)
-        self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
 
     def learns(self, task: ClusterTask) -> bool:
         """Whether the current epoch trains on this task."""
@@ -160,7 +164,7 @@ class Training:
         order = self._order()
         steps = len(order)
         losses = torch.zeros(steps, 3, device=self.device)
-        for step, x in enumerate(self.images.batches(order)):
+        for step, x in enumerate(self.images.batches(order.unbind())):
             rate = self.learning_rate(self.epoch + step / steps)
             losses[step] = self._step(x, order[step], rate)
             on_step((step + 1) * self.n_images // steps - step * self.n_images // steps)

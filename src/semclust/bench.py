@@ -1,0 +1,248 @@
+"""How fast training runs on this machine, beside a plain training script in the same run.
+
+The images are random bytes: the time of a step does not depend on what they show.
+"""
+
+import math
+import os
+import platform
+import resource
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.flop_counter import FlopCounterMode
+
+from semclust import __version__
+from semclust.augment import choose_augmentation
+from semclust.config import Settings
+from semclust.devices import choose_device
+from semclust.loader import Resident, Streamed
+from semclust.train import Training
+
+BASELINE_WORKERS = 8  # what most training scripts of this field start
+BASELINE_STEPS, BASELINE_WARM_UP = 30, 5
+
+
+def measure_speed(
+    settings: Settings,
+    n_images: int,
+    size: int,
+    channels: int = 3,
+    epochs: int = 4,
+    baseline: bool = True,
+    started: float | None = None,
+    tell: Callable[[str], None] = lambda message: None,
+) -> dict[str, Any]:
+    """Train for some epochs on random images, and report speed, use of the device and memory.
+
+    started: of ``time.perf_counter``, where the time to the first step counts from.
+    """
+    started = time.perf_counter() if started is None else started
+    device = choose_device(settings.device)
+    pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
+    augmentation = choose_augmentation(settings.augment, channels)
+    training = Training(pixels, settings, augmentation, device, tell)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+    first_step: list[float] = []
+
+    def on_step(n: int) -> None:
+        if not first_step:
+            synchronise(device)
+            first_step.append(time.perf_counter() - started)
+            tell(f"first step after {first_step[0]:.1f} s")
+
+    # All tasks at work, as in the last phase of a run.
+    training.epoch = 1 + max(
+        task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs
+    )
+    refresh: list[float] = []
+    timed_refresh(training, refresh, device)
+    whole = []
+    for number in range(1 + epochs):
+        whole.append(seconds_of(lambda: training.run_epoch(on_step), device))
+        kind = "warm-up" if number == 0 else f"epoch {number}"
+        tell(f"{kind}: {whole[-1]:.3f} s, {refresh[-1]:.3f} s of it for the labels")
+    seconds, label_seconds = float(np.mean(whole[1:])), float(np.mean(refresh[1:]))
+
+    step_seconds = seconds_of_steps(training, device)
+    flop = flop_an_image(training)
+    passes = (2 if settings.symmetric else 1) * (3 + (settings.contrast != "instance-memory"))
+    work = n_images * flop * (passes + 1) / seconds / 1e12
+    result: dict[str, Any] = {
+        "semclust": __version__,
+        "torch": torch.__version__,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        "engine": str(training.engine),
+        "images": n_images,
+        "image_shape": [size, size, channels],
+        "clusters": settings.n_clusters,
+        "keys": settings.memory_size,
+        "batch": training.batch_size,
+        "backbone": getattr(training.learner.encoder.backbone, "name", "own"),
+        "epochs_timed": epochs,
+        "seconds_per_epoch": seconds,
+        "seconds_per_epoch_spread": [min(whole[1:]), max(whole[1:])],
+        "seconds_per_label_refresh": label_seconds,
+        "images_per_second": n_images / seconds,
+        "time_to_first_step": first_step[0],
+        "gmac_per_image": flop / 2e9,
+        "tflops": work,
+        "peak_tflops": (peak := peak_tflops(device)),
+        "share_of_peak": work / peak,
+        "peak_memory_gib": peak_memory(device),
+    }
+    if device.type == "cuda":
+        here = seconds_of_steps(training, device, Resident(pixels, device))
+        result["streamed_share"] = here / seconds_of_steps(training, device, Streamed(pixels, device))
+        tell(f"streamed from the host's memory: {result['streamed_share']:.0%} of the resident speed")
+    if baseline:
+        plain, ours = plain_speed(settings, pixels[:20_000], device), n_images / step_seconds
+        result |= {
+            "baseline_images_per_second": plain,
+            "step_images_per_second": ours,
+            "times_the_baseline": ours / plain,
+        }
+    return result
+
+
+def timed_refresh(training: Training, seconds: list[float], device: torch.device) -> None:
+    """Let the renewal of the labels, with the features it needs, note its seconds."""
+    features, renew = training.features, training._renew_labels
+
+    def timed_features() -> Any:
+        synchronise(device)
+        seconds.append(-time.perf_counter())
+        return features()
+
+    def timed_renewal(*args: Any) -> Any:
+        result = renew(*args)
+        synchronise(device)
+        seconds[-1] += time.perf_counter()
+        return result
+
+    training.features, training._renew_labels = timed_features, timed_renewal  # type: ignore
+
+
+def seconds_of_steps(training: Training, device: torch.device, images: Resident | Streamed | None = None) -> float:
+    """Of one epoch's steps, with the images where they are or from elsewhere."""
+    training.images, kept = images or training.images, training.images
+    try:
+        return seconds_of(lambda: training._steps(lambda n: None), device)
+    finally:
+        training.images = kept
+
+
+def flop_an_image(training: Training) -> int:
+    """Floating-point operations of one image through the encoder."""
+    H, W, c = training.image_shape
+    encoder = training.learner.encoder.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        encoder(torch.zeros(1, c, H, W, device=training.device))
+    return counter.get_total_flops()
+
+
+def peak_tflops(device: torch.device, n: int = 8192) -> float:
+    """The fastest product of two matrices: in bfloat16 on a GPU, in float32 elsewhere."""
+    n = n if device.type == "cuda" else n // 4
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    b = torch.randn_like(a)
+    repeats = 20 if device.type == "cuda" else 3
+    for _ in range(3):
+        a @ b
+    return 2 * n**3 * repeats / seconds_of(lambda: [a @ b for _ in range(repeats)], device) / 1e12
+
+
+def peak_memory(device: torch.device) -> float:
+    """In GiB: of the GPU, or of the process where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# ---- the plain script ---------------------------------------------------------------------------------
+
+
+def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) -> float:
+    """Images a second of the usual training loop: Pillow views in the workers of a DataLoader, float32, eager."""
+    plain = Settings(**{**vars(settings), "compile": False})
+    training = Training(pixels, plain, choose_augmentation("none", pixels.shape[3]), device)
+    training.precision = torch.autocast(device.type, enabled=False)
+    training.engine.records = False
+    training.engine.second_stream = None
+    training._begin_steps()
+    phase = tuple(training.learner.tasks)
+    workers = min(BASELINE_WORKERS, os.cpu_count() or 1)
+    n = training.batch_size
+    n_steps = min(BASELINE_STEPS + BASELINE_WARM_UP, math.ceil(len(pixels) / n))
+    loader = DataLoader(PillowViews(pixels), n, shuffle=True, drop_last=True, num_workers=workers)
+    times = []
+    for step, (first, second, index) in enumerate(loader):
+        if step == n_steps:
+            break
+        views = torch.cat([first, second]).to(device)
+        training._learn_from(phase, views, index.to(device))
+        synchronise(device)
+        times.append(time.perf_counter())
+    warm = min(BASELINE_WARM_UP, len(times) - 2)
+    return n * (len(times) - 1 - warm) / (times[-1] - times[warm])
+
+
+class PillowViews(Dataset):
+    """Two random views of each image, made one image at a time."""
+
+    def __init__(self, pixels: np.ndarray):
+        self.pixels = pixels
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, Tensor, int]:
+        return self._view(i), self._view(i), i
+
+    def _view(self, i: int) -> Tensor:
+        pixels = self.pixels[i]
+        image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0])
+        u = torch.rand(13).tolist()
+        W, H = image.size
+        area, aspect = 0.2 + 0.8 * u[0], math.exp((u[1] - 0.5) * math.log(16 / 9))
+        w, h = min(W, W * math.sqrt(area * aspect)), min(H, H * math.sqrt(area / aspect))
+        left, top = u[2] * (W - w), u[3] * (H - h)
+        image = image.resize((W, H), Image.Resampling.BILINEAR, box=(left, top, left + w, top + h))
+        if u[4] < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        if u[5] < 0.8:
+            for enhance, strength in zip(
+                (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color), u[6:9], strict=True
+            ):
+                image = enhance(image).enhance(0.6 + 0.8 * strength)
+            if image.mode == "RGB":
+                hue, saturation, value = image.convert("HSV").split()
+                turn = round((u[9] - 0.5) * 51)
+                hue = hue.point([(level + turn) % 256 for level in range(256)])
+                image = Image.merge("HSV", (hue, saturation, value)).convert("RGB")
+        if u[10] < 0.2:
+            image = image.convert("L").convert(image.mode)
+        array = np.asarray(image, dtype=np.float32).reshape(pixels.shape) / 255
+        return torch.from_numpy(array).permute(2, 0, 1)

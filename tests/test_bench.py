@@ -1,0 +1,78 @@
+"""The measurement of speed: that it measures what it says, on sizes that take seconds."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from conftest import TinyBackbone, tiny
+from semclust import bench
+from semclust.backbones import SmallImageResNet
+from semclust.train import Training
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def result():
+    told: list[str] = []
+    settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=3)
+    return bench.measure_speed(settings, n_images=96, size=8, epochs=2, tell=told.append), told
+
+
+def test_figures_fit_together(result):
+    figures, told = result
+    assert figures["images"] == 96 and figures["image_shape"] == [8, 8, 3] and figures["epochs_timed"] == 2
+    assert figures["images_per_second"] == pytest.approx(96 / figures["seconds_per_epoch"])
+    low, high = figures["seconds_per_epoch_spread"]
+    assert 0 < low <= figures["seconds_per_epoch"] <= high
+    assert 0 < figures["seconds_per_label_refresh"] < figures["seconds_per_epoch"]
+    assert figures["time_to_first_step"] > 0
+    ours, plain = figures["step_images_per_second"], figures["baseline_images_per_second"]
+    assert figures["times_the_baseline"] == pytest.approx(ours / plain)
+    assert figures["share_of_peak"] == pytest.approx(figures["tflops"] / figures["peak_tflops"])
+    assert 0 < figures["share_of_peak"] < 1
+    assert len(told) == 4 and told[1].startswith("warm-up") and told[3].startswith("epoch 2")
+
+
+def test_work_is_counted_forwards_backwards_for_the_key_and_for_the_labels(result):
+    figures, _ = result
+    flop = 2e9 * figures["gmac_per_image"]
+    assert figures["tflops"] == pytest.approx(96 * flop * 5 / figures["seconds_per_epoch"] / 1e12)
+
+
+@pytest.mark.parametrize("name, max_pool, gmac", [("resnet18", False, 0.56), ("resnet34", True, 0.44)])
+def test_operations_of_the_networks_are_those_known(name, max_pool, gmac):
+    pixels = np.zeros((4, 32, 32, 3), np.uint8)
+    settings = tiny(backbone=name, max_pool=max_pool, width=64, n_clusters=2, epochs=1)
+    training = Training(pixels, settings, lambda x: x, CPU)
+    assert isinstance(training.learner.encoder.backbone, SmallImageResNet)
+    assert bench.flop_an_image(training) / 2e9 == pytest.approx(gmac, abs=0.01)
+
+
+def test_all_tasks_are_at_work(monkeypatch):
+    seen = set()
+    learn = Training._learn_from
+    monkeypatch.setattr(
+        Training, "_learn_from", lambda self, active, *batch: seen.add(active) or learn(self, active, *batch)
+    )
+    monkeypatch.setattr(bench, "peak_tflops", lambda device: 1.0)
+    settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4)
+    bench.measure_speed(settings, 96, 8, epochs=1, baseline=False)
+    assert seen == {("cluster", "under", "over")}
+
+
+def test_views_of_the_plain_script_are_random_and_keep_their_shape():
+    pixels = np.random.default_rng(0).integers(0, 256, (3, 12, 10, 3), dtype=np.uint8)
+    views = bench.PillowViews(pixels)
+    first, second, index = views[2]
+    assert len(views) == 3 and index == 2
+    assert first.shape == second.shape == (3, 12, 10) and first.dtype == torch.float32
+    assert 0 <= first.min() and first.max() <= 1 and not torch.equal(first, second)
+    grey = bench.PillowViews(pixels[..., :1])[0][0]
+    assert grey.shape == (1, 12, 10)
+
+
+def test_seconds_are_those_of_the_work():
+    assert 0.05 <= bench.seconds_of(lambda: time.sleep(0.05), CPU) < 0.5
