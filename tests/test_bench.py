@@ -69,7 +69,7 @@ def test_views_of_the_plain_script_are_random_and_keep_their_shape():
     first, second, index = views[2]
     assert len(views) == 3 and index == 2
     assert first.shape == second.shape == (3, 12, 10) and first.dtype == torch.float32
-    assert 0 <= first.min() and first.max() <= 1 and not torch.equal(first, second)
+    assert first.min() >= 0 and first.max() <= 1 and not torch.equal(first, second)
     grey = bench.PillowViews(pixels[..., :1])[0][0]
     assert grey.shape == (1, 12, 10)
 

@@ -320,6 +320,23 @@ def test_resuming_does_not_depend_on_what_happened_before(tmp_path):
     assert all_bytes(other)["last.ckpt"] != all_bytes(run)["last.ckpt"]
 
 
+@pytest.mark.parametrize(
+    "quick, share, written", [(100.0, 0.05, [1, 2, 3, 4]), (0.0, 1e-9, [1, 4]), (0.0, 1e9, [1, 2, 3, 4])]
+)
+def test_slow_checkpoints_are_written_less_often_but_always_at_the_end(tmp_path, monkeypatch, quick, share, written):
+    monkeypatch.setattr(fitting, "QUICK_CHECKPOINT", quick)
+    monkeypatch.setattr(fitting, "CHECKPOINT_SHARE", share)
+    epochs = []
+    write = RunFolder.write_checkpoint
+    monkeypatch.setattr(
+        RunFolder, "write_checkpoint", lambda self, state, epoch: epochs.append(epoch) or write(self, state, epoch)
+    )
+    run = RunFolder.create(tmp_path, "run")
+    fitting.fit(make_images(), tiny(epochs=4), run=run)
+    assert epochs == written
+    assert len(run.read_metrics()) == 4
+
+
 def test_a_finished_run_trains_no_further(tmp_path):
     images, settings = make_images(), tiny()
     run = unbroken(tmp_path, images, settings)

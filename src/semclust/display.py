@@ -33,6 +33,8 @@ class Display(Watcher):
             f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, {settings.epochs} epochs "
             f"of batches of {training.batch_size}"
         )
+        if training.device.type != "cpu":
+            self.console.print(f"{training.images}, {training.engine}")
         if training.epoch == settings.epochs:
             self.console.print(f"all {settings.epochs} epochs of this run are done")
         elif training.epoch:

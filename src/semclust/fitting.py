@@ -20,6 +20,9 @@ from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder
 from semclust.train import Training
 
+QUICK_CHECKPOINT = 0.1  # seconds; one that takes no longer is written after every epoch
+CHECKPOINT_SHARE = 0.05  # of the time, that longer ones may take: then some epochs go without
+
 
 class Watcher:
     """What a fit tells while it runs. The methods do nothing; a face overrides what it shows."""
@@ -67,6 +70,7 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
             )
     warnings = list(dict.fromkeys(m for row in history for m in metrics.complaints(row, settings)))
     watcher.begin(training)
+    last_checkpoint, checkpoint_took = time.monotonic(), 0.0
 
     while training.epoch < settings.epochs:
         row, p = training.run_epoch(watcher.step)
@@ -77,7 +81,12 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
         history.append(row)
         if run is not None:
             run.append_metrics(row)
-            run.write_checkpoint(training.state(), training.epoch)
+            now = time.monotonic()
+            due = checkpoint_took <= QUICK_CHECKPOINT or now - last_checkpoint >= checkpoint_took / CHECKPOINT_SHARE
+            if due or training.epoch == settings.epochs:
+                run.write_checkpoint(training.state(), training.epoch)
+                last_checkpoint = time.monotonic()
+                checkpoint_took = last_checkpoint - now
         watcher.epoch(row)
         for message in metrics.complaints(row, settings):
             if message not in warnings:
