@@ -156,7 +156,7 @@ def misnamed_jpg(path: bytes, pixels: np.ndarray) -> None:
 
 
 def linked_png(path: bytes, pixels: np.ndarray) -> None:
-    hidden = os.path.join(os.path.dirname(path), b".original-%d" % abs(hash(path)))
+    hidden = os.path.join(os.path.dirname(path), b".original-%d" % zlib.crc32(path))
     plain_png(hidden, pixels)
     os.symlink(hidden, path)
 

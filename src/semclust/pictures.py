@@ -1,0 +1,40 @@
+"""A source whose images must be decoded one by one: files, members of archives, items of a data set."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from semclust import workers
+from semclust.decoding import Header
+from semclust.errors import InputError
+from semclust.sources import AskedSize, Block, Shape, Source, choose_size, complain_if_most_are
+from semclust.workers import Places
+
+GLANCE = 64  # headers to read before all of them
+
+
+def picture_source(title: str, names: list[str], places: Places, **about: Any) -> Source:
+    """``about``: the other fields of ``Source``."""
+    n = len(names)
+
+    def shape(size: AskedSize, channels: int | None) -> Shape:
+        """As far as the headers are needed for it, from the headers."""
+        if channels not in (None, 1, 3):
+            raise InputError(f"channels={channels}: images in files can be read as 1 (grey) or 3 (RGB) channels.")
+        if size is not None and channels is not None:
+            return (*choose_size([], size), channels)
+        if size is not None and any(not isinstance(header, str) and not header[1] for header in glance()):
+            return (*choose_size([], size), 3)  # one in colour is enough
+        headers = list(workers.headers(places, n))
+        known: list[Header] = [header for header in headers if not isinstance(header, str)]
+        unknown = [(name, why) for name, why in zip(names, headers, strict=True) if isinstance(why, str)]
+        complain_if_most_are(unknown, n)
+        grey = all(grey for _, grey in known)
+        return (*choose_size([own for own, _ in known], size), channels or (1 if grey else 3))
+
+    def glance() -> Iterator[Header | str]:
+        return workers.headers(places, min(n, GLANCE))
+
+    def blocks(shape: Shape) -> Iterator[Block]:
+        return workers.blocks(places, n, shape)
+
+    return Source(title, names, shape, blocks, **about)
