@@ -21,6 +21,7 @@ from semclust.errors import InputError
 from semclust.pictures import picture_source
 from semclust.sources import Source
 
+AT_ONCE = 1000  # files whose stamps are mixed in one go
 WORTH_KEEPING = 64  # images: fewer are decoded again as fast as they are looked up
 
 
@@ -40,7 +41,7 @@ def file_source(
     labels: np.ndarray | None = None,
     unlisted: Sequence[tuple[str, str]] = (),
 ) -> Source:
-    """The files ``names`` in ``folder``."""
+    """The files ``names`` in ``folder``; "" is the current one, and lets names be absolute."""
     base = os.path.abspath(folder)
 
     def places(start: int, stop: int) -> list[Place]:
@@ -53,7 +54,7 @@ def file_source(
         labels=labels,
         unlisted=list(unlisted),
         folder=Path(base),
-        stamp=stamp(base, names) if len(names) >= WORTH_KEEPING else None,
+        stamp=stamp(names, folder and os.path.join(base, "")) if len(names) >= WORTH_KEEPING else None,
     )
 
 
@@ -78,7 +79,7 @@ def find_images(folder: str) -> tuple[list[str], list[tuple[str, str]]]:
                     if _is_folder(entry):
                         # Links wait until all real folders are read: a folder goes by its real name, and a loop ends.
                         (waiting.append if entry.is_symlink() else waiting.appendleft)(f"{inside}{entry.name}/")
-                    elif os.path.splitext(entry.name)[1].lower() in SUFFIXES:
+                    elif entry.name.lower().endswith(SUFFIXES):
                         names.append(inside + entry.name)
         except OSError as error:
             unlisted.append((inside.rstrip("/") or ".", reason(error)))
@@ -92,16 +93,19 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
         return False
 
 
-def stamp(folder: str, names: Sequence[str]) -> str:
-    """Changes whenever one of the files does, or what decoding makes of it."""
-    digest = hashlib.sha256(repr((VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS, folder)).encode())
-    for name in names:
-        try:
-            status = os.stat(os.path.join(folder, name))
-            known: tuple[int, ...] = (status.st_size, status.st_mtime_ns, status.st_mode)
-        except OSError:  # a link that leads nowhere: so it will next time
-            known = ()
-        digest.update(f"{name}\0{known}\0".encode("utf-8", "surrogateescape"))
+def stamp(names: Sequence[str], before: str) -> str:
+    """Changes whenever one of the files (each ``before`` + name) does, or what decoding makes of it."""
+    here = os.path.abspath(before)
+    digest = hashlib.sha256(repr((VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS, here)).encode())
+    for start in range(0, len(names), AT_ONCE):
+        known = []
+        for name in names[start : start + AT_ONCE]:
+            try:
+                status = os.stat(before + name)
+                known.append(f"{name}\0{status.st_size} {status.st_mtime_ns} {status.st_mode}\0")
+            except OSError:  # a link that leads nowhere: so it will next time
+                known.append(f"{name}\0\0")
+        digest.update("".join(known).encode("utf-8", "surrogateescape"))
     return digest.hexdigest()[:40]
 
 

@@ -1,5 +1,6 @@
 """A source whose images must be decoded one by one: files, members of archives, items of a data set."""
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,12 +25,16 @@ def picture_source(title: str, names: list[str], places: Places, **about: Any) -
             return (*choose_size([], size), channels)
         if size is not None and any(not isinstance(header, str) and not header[1] for header in glance()):
             return (*choose_size([], size), 3)  # one in colour is enough
-        headers = list(workers.headers(places, n))
-        known: list[Header] = [header for header in headers if not isinstance(header, str)]
-        unknown = [(name, why) for name, why in zip(names, headers, strict=True) if isinstance(why, str)]
+        known: Counter[Header] = Counter()  # there are far fewer shapes than images
+        unknown: list[tuple[str, str]] = []
+        for name, header in zip(names, workers.headers(places, n), strict=True):
+            if isinstance(header, str):
+                unknown.append((name, header))
+            else:
+                known[header] += 1
         complain_if_most_are(unknown, n)
-        grey = all(grey for _, grey in known)
-        return (*choose_size([own for own, _ in known], size), channels or (1 if grey else 3))
+        own = choose_size([shape for shape, _ in known.elements()], size)
+        return (*own, channels or (1 if all(grey for _, grey in known) else 3))
 
     def glance() -> Iterator[Header | str]:
         return workers.headers(places, min(n, GLANCE))
