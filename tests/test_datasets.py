@@ -8,6 +8,9 @@ import pytest
 import torch
 from PIL import Image
 
+from conftest import noisy_groups, tiny
+from semclust import SemanticClusterer
+from semclust.config import values
 from semclust.data import open_images, stream_images
 from semclust.errors import InputError
 
@@ -152,18 +155,10 @@ def test_nothing_is_kept_of_a_set_that_may_change(own_cache):
     assert list(own_cache.iterdir()) == []
 
 
-def test_a_fit_of_a_data_set_sees_no_label():
-    from conftest import noisy_groups, tiny
-    from semclust import SemanticClusterer
-    from semclust.config import values
-
+def test_a_data_set_can_be_fitted():
     data = Flowers([(Image.fromarray(image[..., 0]), i % 4) for i, image in enumerate(noisy_groups())])
-    model = (
-        SemanticClusterer(**values(tiny(epochs=1)), image_size=8)
-        if False
-        else SemanticClusterer(**values(tiny(epochs=1)))
-    )
-    assert len(model.fit(data).labels_) == 48 and model.predict(data).shape == (48,)
+    model = SemanticClusterer(**values(tiny(epochs=1))).fit(data)
+    assert model.names_ == [str(i) for i in range(48)] and (model.predict(data) == model.labels_).all()
 
 
 def test_hugging_face_datasets(tmp_path):
