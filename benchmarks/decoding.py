@@ -3,9 +3,10 @@
 python benchmarks/decoding.py            prints the figures and writes benchmarks/decoding.json
 
 Both sides use a process for each core, the same interpolation and the same size; the loader hands over batches of 256
-that are thrown away, semclust writes its cache. A round is loader, first use, use from the cache; figures are medians of
-the rounds, by the clock and of processor time. Files lie in the system's page cache after a first pass. Memory is the peak (VmHWM: ru_maxrss would remember the parent's) of a process
-of its own that opens the folder of 32 x 32 PNGs, and of the largest of its workers.
+that are thrown away, semclust writes its cache. A round is loader, first use, use from the cache; figures are medians
+of the rounds, by the clock and of processor time. Files lie in the system's page cache after a first pass. Memory is
+the peak (VmHWM: ru_maxrss would remember the parent's) of a process of its own that opens a folder of 32 x 32 PNGs,
+and of the largest of its workers.
 """
 
 import json

@@ -161,6 +161,15 @@ def test_imagenet_subsets_by_class(tmp_path: Path, name, classes, inside):
     refused(f"{name}:{tmp_path}", "1 of", classes[1])
 
 
+def test_a_benchmark_has_its_own_size_beside_the_same_files_as_a_folder(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("semclust.files.WORTH_KEEPING", 1)
+    for wnid in IMAGENET_10:
+        class_folder(tmp_path / wnid, 1, "red", (40, 40))
+    for _ in range(2):
+        assert open_images(f"imagenet-10:{tmp_path}").pixels.shape == (10, 96, 96, 3)
+        assert open_images(tmp_path).pixels.shape == (10, 40, 40, 3)
+
+
 def test_labels_stay_with_their_images_where_one_is_skipped(tmp_path: Path):
     for wnid in IMAGENET_10:
         class_folder(tmp_path / wnid, 2, "red", (40, 40))

@@ -170,5 +170,11 @@ def test_hugging_face_datasets(tmp_path):
     assert (images.pixels == PIXELS).all() and images.labels.tolist() == LABELS
     assert (open_images(data.with_format("torch")).pixels == PIXELS).all()
     assert (open_images(data.with_format("numpy")).pixels == PIXELS).all()
+    encoded = data.cast_column("image", datasets.Image(decode=False))
+    assert (open_images(encoded).pixels == PIXELS).all()
+    Image.fromarray(PIXELS[0]).save(tmp_path / "a.png")
+    paths = datasets.Dataset.from_dict({"image": [str(tmp_path / "a.png")] * 2})
+    paths = paths.cast_column("image", datasets.Image(decode=False))
+    assert paths[0]["image"]["bytes"] is None and (open_images(paths).pixels == PIXELS[0]).all()
     assert (open_images(data.select([2, 0])).pixels == PIXELS[[2, 0]]).all()
     refused(datasets.DatasetDict({"train": data}), "data['train']")

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from semclust.arrays import BYTE_RANGE, Range, scale
-from semclust.decoding import FORMATS, Place
+from semclust.decoding import FORMATS, Place, open_image
 from semclust.errors import InputError
 from semclust.pictures import picture_source
 from semclust.sources import Source
@@ -78,6 +78,8 @@ def split(item: Any) -> tuple[Any, Any]:
 def as_image(image: Any, value_range: Range, clip: bool) -> Image.Image:
     if isinstance(image, Mapping) and image.get("bytes"):  # a Hugging Face image that was left encoded
         image = image["bytes"]
+    elif isinstance(image, Mapping) and isinstance(image.get("path"), str):
+        return open_image(image["path"])
     if isinstance(image, bytes):
         return Image.open(io.BytesIO(image), formats=FORMATS)
     if isinstance(image, Image.Image):

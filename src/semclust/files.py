@@ -54,7 +54,7 @@ def file_source(
         labels=labels,
         unlisted=list(unlisted),
         folder=Path(base),
-        stamp=stamp(names, folder and os.path.join(base, "")) if len(names) >= WORTH_KEEPING else None,
+        stamp=stamp(title, names, folder and os.path.join(base, "")) if len(names) >= WORTH_KEEPING else None,
     )
 
 
@@ -93,10 +93,13 @@ def _is_folder(entry: "os.DirEntry[str]") -> bool:
         return False
 
 
-def stamp(names: Sequence[str], before: str) -> str:
-    """Changes whenever one of the files (each ``before`` + name) does, or what decoding makes of it."""
+def stamp(title: str, names: Sequence[str], before: str) -> str:
+    """Changes whenever one of the files (each ``before`` + name) does, or what decoding makes of it.
+
+    The title tells a benchmark, which has a size of its own, from the same files as a folder.
+    """
     here = os.path.abspath(before)
-    digest = hashlib.sha256(repr((VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS, here)).encode())
+    digest = hashlib.sha256(repr((VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS, title, here)).encode())
     for start in range(0, len(names), AT_ONCE):
         known = []
         for name in names[start : start + AT_ONCE]:
