@@ -217,6 +217,14 @@ def test_a_damaged_file_is_noticed_and_made_again(photos: Path, damage: str, dec
     assert (open_images(photos).pixels == first.pixels).all() and len(decoded) == 10
 
 
+def test_a_damaged_index_is_not_believed(photos: Path):
+    (photos / "00.png").write_bytes(b"")
+    open_images(photos)
+    (path,) = pixel_files()
+    path.write_bytes(path.read_bytes().replace(b"empty file", b"emptx file"))
+    assert open_images(photos).skipped == [("00.png", "empty file")]
+
+
 def test_every_bit_and_every_page_counts():
     piece = noise(cache.PIECE)
     whole = cache._checksum(piece, cache.PIECE)
