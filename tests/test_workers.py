@@ -148,3 +148,21 @@ def test_a_file_that_vanishes_is_skipped(photos: Path, monkeypatch):
     monkeypatch.setattr(workers, "AT_ONCE", 4)
     images = open_images(photos, size=20, on_image=lambda total: (photos / "15.png").unlink(missing_ok=True))
     assert images.skipped == [("15.png", "no such file, or a link that leads nowhere")] and len(images.pixels) == 19
+
+
+@pytest.mark.parametrize("processes", [True, False])
+def test_large_images_wait_in_small_numbers(photos: Path, processes: bool, monkeypatch):
+    """At most two batches for each worker, or as many as threads take at once, whatever the size of an image."""
+    monkeypatch.setattr(workers, "PROCESSES_FROM", 1 if processes else 10**9)
+    monkeypatch.setattr(workers, "BATCH_BYTES", 2 * 100 * 100 * 3)
+    monkeypatch.setattr(workers, "AT_ONCE", 64)
+    asked = []
+
+    def places(start: int, stop: int) -> list:
+        asked.append(stop)
+        return [str(photos / f"{i:02}.png") for i in range(start, stop)]
+
+    blocks = workers.blocks(places, 20, (100, 100, 3))
+    first = next(blocks)
+    assert len(first) <= 2 and max(asked) <= 2 * (2 * workers.n_cores() + 1)
+    assert len(first) + sum(len(block) for block in blocks) == 20

@@ -60,9 +60,10 @@ def _run(
         yield from _in_processes(places, range(0, n, batch), workers, there)
         return
     few = max(1, batch // 32)  # so that a few files, too, keep all threads busy
+    at_once = max(1, AT_ONCE * batch // BATCH)  # fewer where images are large: they wait in memory
     with ThreadPoolExecutor(n_cores()) as pool:
-        for first in range(0, n, AT_ONCE):
-            last = min(first + AT_ONCE, n)
+        for first in range(0, n, at_once):
+            last = min(first + at_once, n)
             some = [places(start, min(start + few, last)) for start in range(first, last, few)]
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of damaged metadata; what matters is in the list of skipped files
