@@ -1,8 +1,10 @@
 """Small images, small networks and small settings that the tests of whole fits share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
@@ -20,6 +22,22 @@ RESULTS = (  # of a finished run, but for its settings and the time it took
     "assignments.csv",
     "embeddings.npy",
 )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_real_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or fills the cache of the one who runs it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SEMCLUST_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Every test begins with an empty one."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("SEMCLUST_CACHE", str(folder))
+    return folder
 
 
 class TinyBackbone(nn.Module):

@@ -426,7 +426,7 @@ def test_an_interruption_while_images_are_read_ends_quietly(command, run, photos
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("semclust.data._from_files", stop)
+    monkeypatch.setattr("semclust.workers.blocks", stop)
     argv = ["fit", photos, *FAST] if command == "fit" else ["predict", run, photos]
     assert call(*argv) == 130
     assert "Traceback" not in capsys.readouterr().err

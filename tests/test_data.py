@@ -14,9 +14,12 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from semclust import arrays, data
-from semclust.data import choose_size, decode, open_images
+from conftest import save_images
+from semclust import arrays, decoding, workers
+from semclust.data import open_images, stream_images
+from semclust.decoding import SUFFIXES, decode, read_header
 from semclust.errors import InputError
+from semclust.sources import choose_size
 from semclust.truth import read_labels
 
 ORIENTATION = 0x0112
@@ -94,10 +97,10 @@ def test_the_word_digits_is_the_set_even_beside_a_folder_of_that_name(photos: Pa
 
 
 def test_all_suffixes_are_read(tmp_path: Path):
-    for suffix in data.SUFFIXES:
+    for suffix in SUFFIXES:
         save(tmp_path / f"image{suffix.upper()}", noise(20, 20, 3))
     images = open_images(tmp_path)
-    assert len(images.names) == len(data.SUFFIXES) == 8 and images.skipped == []
+    assert len(images.names) == len(SUFFIXES) == 8 and images.skipped == []
 
 
 def test_one_file_and_a_list_of_files(photos: Path, monkeypatch):
@@ -138,13 +141,37 @@ def test_npy_stays_on_disk(tmp_path: Path):
     np.save(tmp_path / "scans.npy", noise(4, 20, 20, 3))
     images = open_images(tmp_path / "scans.npy")
     assert (images.pixels == noise(4, 20, 20, 3)).all()
-    owner = images.pixels
-    while owner.base is not None and not isinstance(owner, np.memmap):
-        owner = owner.base
-    assert isinstance(owner, np.memmap)
+    assert is_mapped(images.pixels)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # torch warns of arrays that cannot be written to
         assert open_images(tmp_path / "scans.npy", size=10).pixels.shape == (4, 10, 10, 3)
+
+
+def is_mapped(pixels: np.ndarray) -> bool:
+    owner = pixels
+    while owner is not None and not isinstance(owner, np.memmap):
+        owner = owner.base
+    return owner is not None
+
+
+@pytest.mark.parametrize("order", ["C", "F"])
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32])
+def test_npz_is_mapped_where_it_is_stored_and_read_where_it_is_compressed(tmp_path: Path, dtype, order):
+    values = np.asarray(noise(4, 20, 20, 3), dtype, order) / dtype(1 if dtype == np.uint8 else 255)
+    values = np.asarray(values, dtype, order)
+    np.savez(tmp_path / "stored.npz", y=np.arange(4), images=values)
+    np.savez_compressed(tmp_path / "packed.npz", y=np.arange(4), images=values)
+    for name in ("stored", "packed"):
+        images = open_images(tmp_path / f"{name}.npz")
+        assert (images.pixels == noise(4, 20, 20, 3)).all() and images.labels.tolist() == [0, 1, 2, 3]
+        assert is_mapped(images.pixels) == (name == "stored" and dtype == np.uint8 and order == "C")
+
+
+def test_the_images_of_an_npz_without_an_array_in_them(tmp_path: Path):
+    np.savez(tmp_path / "a.npz", images=np.zeros((0, 20, 20), np.uint8))
+    refused(tmp_path / "a.npz", "no images")
+    np.savez(tmp_path / "b.npz", images=np.uint8(3))
+    refused(tmp_path / "b.npz", "()")
 
 
 @pytest.mark.parametrize(
@@ -154,8 +181,8 @@ def test_npy_stays_on_disk(tmp_path: Path):
         ("", ["no such file"]),
         ("x" * 5000, ["no such file"]),
         ("nul\0byte", ["no such file"]),
-        ("cifar10:/data", ["scheme 'cifar10' is unknown"]),
-        ("tiny-imagenet:/data", ["scheme 'tiny-imagenet' is unknown"]),
+        ("cifar:/data", ["scheme 'cifar' is unknown", "cifar10:PATH"]),
+        ("s3://bucket/photos", ["scheme 's3' is unknown"]),
         ("C:/photos", ["no such file"]),
         ([], ["one or more"]),
         ([noise(8, 8)], ["np.stack"]),
@@ -192,6 +219,72 @@ def test_options_out_of_range_are_refused(photos: Path, options):
 @pytest.mark.parametrize("value_range", [(1.0, 0.0), (0.0, np.inf), (np.nan, 1.0)])
 def test_ranges_that_are_none_are_refused(value_range):
     refused(np.zeros((2, 8, 8)), "value_range", value_range=value_range)
+
+
+# ---- pieces of bounded size ----------------------------------------------------------------------------
+
+
+def joined(source, chunk: int, **options):
+    parts = list(stream_images(source, chunk=chunk, **options))
+    assert all(len(part.names) == len(part.pixels) for part in parts)
+    pixels = np.concatenate([part.pixels for part in parts])
+    return pixels, [name for part in parts for name in part.names], parts
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 100])
+def test_a_stream_is_the_same_in_pieces(photos: Path, damage, chunk: int, monkeypatch):
+    monkeypatch.setattr(workers, "AT_ONCE", 3)
+    whole = open_images(photos, size=(10, 12), channels=3)
+    told = []
+    pixels, names, parts = joined(photos, chunk, size=(10, 12), channels=3, on_image=told.append)
+    assert (pixels == whole.pixels).all() and names == whole.names
+    assert [one for part in parts for one in part.skipped] == whole.skipped
+    assert told == [20] * 20
+    assert all(part.labels is None and part.source == "photos" for part in parts)
+    assert [part.file(i) for part in parts for i in range(len(part.names))] == [photos / name for name in names]
+    assert max(len(part.pixels) for part in parts) <= chunk + 3
+
+
+@pytest.mark.parametrize("size", [(20, 20), (10, 10)])
+@pytest.mark.parametrize("kind", [np.uint8, np.float32])
+def test_a_stream_of_arrays(tmp_path: Path, kind, size, monkeypatch):
+    monkeypatch.setattr(arrays, "CHUNK_VALUES", 2 * 20 * 20 * 3)
+    values = noise(9, 20, 20, 3) if kind == np.uint8 else noise(9, 20, 20, 3).astype(np.float32) / 51 - 1
+    np.savez(tmp_path / "a.npz", images=values, labels=np.arange(9))
+    options = {"size": size, "channels": 3, "value_range": (-1.0, 4.0)}
+    whole = open_images(tmp_path / "a.npz", **options)
+    told = []
+    pixels, names, parts = joined(tmp_path / "a.npz", 4, on_image=told.append, **options)
+    assert (pixels == whole.pixels).all() and names == whole.names and told == [9] * 9
+    assert np.concatenate([part.labels for part in parts]).tolist() == list(range(9))
+    assert all(part.value_range == whole.value_range and part.file(0) is None for part in parts)
+    assert max(len(part.names) for part in parts) <= 5
+
+
+def test_a_stream_says_at_its_end_that_most_was_unreadable(photos: Path):
+    for i in range(4):
+        (photos / f"bad{i}.jpg").write_bytes(b"")
+    stream = stream_images(photos, size=(10, 10), channels=3, chunk=2)
+    names = [name for part in (next(stream), next(stream)) for name in part.names]
+    with pytest.raises(InputError, match="4 of 7"):
+        for part in stream:
+            names += part.names
+    assert names == ["0.png", "1.png", "2.png"]
+
+
+def test_a_stream_complains_before_it_begins(photos: Path):
+    with pytest.raises(InputError, match="no such file"):
+        stream_images("no/such/folder", size=(8, 8), channels=3)
+    with pytest.raises(InputError, match="chunk=0"):
+        stream_images(photos, size=(8, 8), channels=3, chunk=0)
+    with pytest.raises(InputError, match="size="):
+        stream_images(photos, size=(0, 8), channels=3)
+
+
+def test_a_stream_writes_nothing(tmp_path: Path, own_cache: Path):
+    save_images(tmp_path / "many", noise(70, 8, 8, 1))
+    assert len(joined(tmp_path / "many", 32, size=(8, 8), channels=1)[1]) == 70
+    assert list(own_cache.iterdir()) == []
 
 
 # ---- links, names, unreadable files --------------------------------------------------------------------
@@ -301,18 +394,18 @@ def test_no_permission_is_a_reason(photos: Path):
 def test_no_permission_is_a_reason_for_anyone(photos: Path, monkeypatch):
     """The same without relying on the rights of the user who runs the tests."""
     save(photos / "closed" / "x.png", noise(20, 30, 3))
-    real_open, real_listdir = data._open, os.listdir
+    real_open, real_scandir = decoding.open_image, os.scandir
 
     def deny(real, denied):
         def ask(path):
-            if Path(path).name == denied:
+            if Path(str(path)).name == denied:
                 raise PermissionError(13, "Permission denied", str(path))
             return real(path)
 
         return ask
 
-    monkeypatch.setattr(data, "_open", deny(real_open, "1.png"))
-    monkeypatch.setattr(os, "listdir", deny(real_listdir, "closed"))
+    monkeypatch.setattr(decoding, "open_image", deny(real_open, "1.png"))
+    monkeypatch.setattr(os, "scandir", deny(real_scandir, "closed"))
     images = open_images(photos)
     assert images.names == ["0.png", "2.png"]
     assert dict(images.skipped) == {"1.png": "no permission to read it", "closed": "no permission to read it"}
@@ -341,12 +434,12 @@ def test_odd_file_names(tmp_path: Path):
 
 
 def test_files_are_decoded_in_threads_and_progress_is_told_in_this_one(photos: Path, monkeypatch):
-    monkeypatch.setattr(data, "FILES_AT_ONCE", 2)
-    decoding, telling = set(), []
-    real = data.decode
-    monkeypatch.setattr(data, "decode", lambda *a: (decoding.add(threading.get_ident()), real(*a))[1])
+    monkeypatch.setattr(workers, "AT_ONCE", 2)
+    working, telling = set(), []
+    real = decoding.decode
+    monkeypatch.setattr(decoding, "decode", lambda *a: (working.add(threading.get_ident()), real(*a))[1])
     images = open_images(photos, on_image=lambda n: telling.append((n, threading.get_ident())))
-    assert threading.get_ident() not in decoding
+    assert threading.get_ident() not in working
     assert telling == [(3, threading.get_ident())] * 3
     assert (images.pixels[2] == noise(20, 30, 3, seed=2)).all()
 
@@ -355,7 +448,7 @@ def test_files_are_decoded_in_threads_and_progress_is_told_in_this_one(photos: P
 
 
 def test_decode_of_the_own_size_is_exact(photos: Path):
-    assert (decode(photos / "0.png", (20, 30), 3) == noise(20, 30, 3)).all()
+    assert (decode(str(photos / "0.png"), (20, 30), 3) == noise(20, 30, 3)).all()
 
 
 UPRIGHT = np.zeros((32, 48, 3), np.uint8)
@@ -509,7 +602,7 @@ def test_png_with_exif_after_its_pixels(tmp_path: Path):
 def test_headers_are_read_without_decoding(tmp_path: Path, monkeypatch):
     save(tmp_path / "a.png", noise(20, 30, 3))
     monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", lambda self: pytest.fail("decoded"))
-    assert data._read_header(tmp_path / "a.png") == ((20, 30), False)
+    assert read_header(str(tmp_path / "a.png")) == ((20, 30), False)
 
 
 # ---- channels ------------------------------------------------------------------------------------------
@@ -607,7 +700,7 @@ def test_any_shape_fits_any_size(tmp_path: Path):
     for _ in range(60):
         h, w, H, W = random.integers(1, 70, 4).tolist()
         path = save(tmp_path / "a.png", np.full((h, w), 77, np.uint8))
-        assert (decode(path, (H, W), 1) == np.full((H, W, 1), 77)).all()
+        assert (decode(str(path), (H, W), 1) == np.full((H, W, 1), 77)).all()
         assert (open_images(np.full((2, h, max(w, 5)), 77, np.uint8), size=(H, W)).pixels == 77).all()
 
 

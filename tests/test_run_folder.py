@@ -336,6 +336,19 @@ def test_a_free_path_does_not_exist(tmp_path):
     assert free_path(tmp_path / "plain") == tmp_path / "plain-2"
 
 
+def test_the_fingerprint_is_taken_piece_by_piece(tmp_path, monkeypatch):
+    """So that of a mapped file, which may be larger than the memory, is the same."""
+    pixels = np.random.default_rng(0).integers(0, 256, (10, 6, 6, 1), dtype=np.uint8)
+    same = fingerprint(pixels, ["a"])
+    np.save(tmp_path / "a.npy", pixels)
+    monkeypatch.setattr("semclust.arrays.CHUNK_VALUES", 3 * 36)
+    sizes = []
+    real = np.ascontiguousarray
+    monkeypatch.setattr(np, "ascontiguousarray", lambda part: (sizes.append(len(part)), real(part))[1])
+    assert fingerprint(np.load(tmp_path / "a.npy", mmap_mode="r"), ["a"]) == same
+    assert sizes == [3, 3, 3, 1]
+
+
 def test_the_fingerprint_sees_pixels_names_shape_and_order():
     pixels = np.random.default_rng(0).integers(0, 256, (4, 6, 6, 1), dtype=np.uint8)
     names = ["a", "b", "c", os.fsdecode(b"\xff")]

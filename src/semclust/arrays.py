@@ -4,6 +4,8 @@ Shapes: N images, H x W pixels, c channels.
 """
 
 import math
+import struct
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -118,3 +120,20 @@ def numpy_file(path: Path) -> Iterator[Any]:
             f"{str(path)!r} is damaged or holds Python objects, which are never loaded ({in_short(error)}); "
             "write it again with np.save or np.savez from arrays of numbers."
         ) from error
+
+
+def member(loaded: Any, path: Path, key: str) -> np.ndarray:
+    """One array of an open .npz: mapped where np.savez wrote it, read where it is compressed."""
+    entry = loaded.zip.getinfo(key if key in loaded.zip.namelist() else f"{key}.npy")
+    if entry.compress_type != zipfile.ZIP_STORED:
+        return loaded[key]
+    with open(path, "rb") as file:
+        file.seek(entry.header_offset)
+        fixed = file.read(30)  # of the local header; the lengths of name and extra field stand at its end
+        file.seek(entry.header_offset + 30 + sum(struct.unpack("<HH", fixed[26:30])))
+        version = np.lib.format.read_magic(file)
+        read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, in_columns, dtype = read_header(file)
+        if version > (2, 0) or dtype.hasobject or 0 in shape or not shape:
+            return loaded[key]  # which refuses objects
+        return np.memmap(path, dtype, "r", file.tell(), shape, "F" if in_columns else "C")

@@ -47,7 +47,9 @@ class Fit:
     """Group the images of DATA; results go into a new run folder."""
 
     data: Annotated[str | None, arg(metavar="[DATA]"), tyro.conf.Positional] = None
-    """A folder of images, a .npz or .npy file, or "digits" (embedded)."""
+    """A folder of images, a .npz or .npy file, tar shards ("shards-{000..015}.tar", "shards-*.tar"), a benchmark
+    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:), or "digits"
+    (embedded)."""
     preset: Literal["default", "paper"] = "default"
     """The settings to start from; other flags change single ones."""
     labels: Annotated[str | None, arg(metavar="LABELS")] = None
@@ -66,7 +68,7 @@ class Predict:
     run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
     """A run folder of `semclust fit`, or a model folder."""
     data: Annotated[str, arg(metavar="DATA"), tyro.conf.Positional]
-    """A folder of images, an image, a .npz or .npy file, or "digits"."""
+    """A folder of images, an image, or anything else that `semclust fit` takes."""
     out: Annotated[Path | None, arg(metavar="CSV")] = None
     """File to write; one that exists is never overwritten. By default DATA-clusters.csv, here."""
     device: str = "auto"
@@ -81,7 +83,8 @@ class Evaluate:
     """A finished run folder of `semclust fit`."""
     labels: Annotated[str | None, arg(metavar="LABELS")] = None
     """A CSV (columns path,label), a .npy or .npz in the order of assignments.csv, or "folders" (the
-    outermost folder of each image). By default the labels that the data itself holds (digits, a .npz)."""
+    outermost folder of each image). By default the labels that the data itself holds (digits, a .npz, tar shards
+    with .cls, a benchmark)."""
 
 
 Command = (
@@ -268,7 +271,7 @@ def evaluate(command: Evaluate, console: "Console") -> None:
 
 def labels_of(run: "RunFolder", names: list[str]) -> "np.ndarray":
     """The labels that a run was fitted beside, or that its data itself holds."""
-    from semclust.data import open_images
+    from semclust.data import find_source
     from semclust.truth import read_labels
 
     config = run.read_config()
@@ -277,10 +280,14 @@ def labels_of(run: "RunFolder", names: list[str]) -> "np.ndarray":
     data = config.get("data")
     if data is None:
         raise InputError(f"{run.path / 'config.json'} names no data; say --labels labels.csv.")
-    files = data != "digits" and Path(data).is_dir()  # a folder holds none: there is no need to read it
-    labels = None if files else open_images(data).labels
-    if labels is None:
+    files = data != "digits" and Path(data).is_dir()  # a folder holds none: there is no need to list it
+    source = None if files else find_source(data)
+    if source is None or source.labels is None:
         raise InputError(f"{data!r} holds no labels; say --labels labels.csv, or --labels folders.")
+    labels = source.labels
+    if source.stamp or source.folder:  # some of the images may have been skipped
+        rows = {name: row for row, name in enumerate(source.names)}
+        labels = labels[[rows[name] for name in names if name in rows]]
     if len(labels) != len(names):
         raise InputError(
             f"{data!r} holds {len(labels)} labels, but the run has {len(names)} images: it has changed since. "
@@ -297,7 +304,16 @@ def own_name() -> str:
 
 def absolute(source: str) -> str:
     """A path that still holds when a run is resumed from another folder; other words stay as they are."""
-    return source if source in ("digits", "folders") or not Path(source).exists() else str(Path(source).resolve())
+    from semclust.data import is_named
+
+    if source in ("digits", "folders"):
+        return source
+    if Path(source).exists():
+        return str(Path(source).resolve())
+    if is_named(source):
+        name, path = source.split(":", 1)
+        return f"{name}:{Path(path).expanduser().resolve()}"
+    return os.path.abspath(source) if any(sign in source for sign in "*?[{") else source  # a pattern
 
 
 @contextlib.contextmanager

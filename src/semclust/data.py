@@ -1,55 +1,50 @@
 """Open a source of images, whatever it is, as one array of bytes.
 
     images = open_images("photos/")             # a folder, with all folders inside it
-    images = open_images("scans.npz", size=32)  # or .npy, one image, a list of images, an array, "digits"
+    images = open_images("scans.npz", size=32)  # or any other of SOURCES
     images.pixels                               # N x H x W x c, uint8
     images.names, images.skipped                # one name for each row; what could not be read, and why
 
+    for part in stream_images("photos/", size=(32, 32), channels=3):  # the same in bounded memory
+        part.pixels, part.names
+
+This is the one place that tells sources apart; each kind has a file of its own.
 Shapes: N images, H x W pixels, c channels.
 """
 
 import math
 import os
 import re
-import stat
-import warnings
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps, UnidentifiedImageError
 
-from semclust.arrays import (
-    BYTE_RANGE,
-    Range,
-    Size,
-    check_array,
-    choose_range,
-    chunks,
-    numpy_file,
-    resize,
-    scale,
-    with_channels,
-)
-from semclust.errors import InputError, in_short
-from semclust.truth import LABEL_KEYS, check_labels
+from semclust import cache
+from semclust.arrays import BYTE_RANGE, Range, Size, member, numpy_file
+from semclust.benchmarks import BENCHMARKS, benchmark_source
+from semclust.datasets import dataset_source, is_dataset
+from semclust.decoding import SUFFIXES
+from semclust.errors import InputError
+from semclust.files import expand, file_source, folder_source
+from semclust.pixels import array_source
+from semclust.shards import is_shard, shard_source
+from semclust.sources import AskedSize, Block, Source, complain_if_most_are
+from semclust.truth import LABEL_KEYS, as_labels
 
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".tif", ".tiff", ".bmp")
-FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP")  # Pillow knows more, some of which run other programs
-ACCEPTED = (
-    f"a folder of images, an image file ({' '.join(s[1:] for s in SUFFIXES)}), a list of image files, a .npy or .npz "
-    'file, an array (N x H x W or N x H x W x c), or "digits"'
-)
+SOURCES = f"""a folder of images
+an image file ({" ".join(suffix[1:] for suffix in SUFFIXES)}), or a list of them, or a pattern such as "photos/*.jpg"
+a .npy or .npz file
+tar files in WebDataset's layout: one, a list, or a pattern such as "shards-{{000..015}}.tar" or "shards-*.tar"
+an array (N x H x W or N x H x W x c)
+a data set with len() and [i], as of Hugging Face datasets or torchvision
+a benchmark: {", ".join(f"{name}:PATH" for name in BENCHMARKS)}
+"digits\""""
+ACCEPTED = SOURCES.replace("\n", "; ")
 IMAGE_KEYS = ("images", "x", "X")  # in a .npz
-SMALLEST, LARGEST = 16, 96  # of the shorter side, where no size is asked for
-FILES_AT_ONCE = 512  # handed to the threads: bounds the memory for waiting work, and the wait after Ctrl-C
 
-AskedSize = int | Size | None
 OnImage = Callable[[int], None] | None
 
 
@@ -63,6 +58,11 @@ class Images:
     labels: np.ndarray | None = None  # only for evaluation; training never sees them
     skipped: list[tuple[str, str]] = field(default_factory=list)  # name and reason
     value_range: Range = BYTE_RANGE  # what 0 and 255 stand for, where the source held floats
+    folder: Path | None = None  # that the names are relative to, where each is a file
+
+    def file(self, row: int) -> Path | None:
+        """The file that an image came from; None where it has none of its own, as in an array or a tar."""
+        return None if self.folder is None else self.folder / self.names[row]
 
 
 def open_images(
@@ -73,53 +73,143 @@ def open_images(
     value_range: Range | None = None,
     on_image: OnImage = None,
 ) -> Images:
-    """Read all images of ``data``.
+    """Read all images of ``data``, which is one of SOURCES.
 
-    size: side of a square or (H, W). None: the images' own, see ``choose_size``.
+    size: side of a square or (H, W). None: the images' own, see ``sources.choose_size``.
     channels: None: 1 if all files are grey, else 3; arrays keep theirs.
     value_range: values of a float array that become 0 and 255; values outside are clipped. None: 0 to 1 if
         all lie there, else the lowest and the highest. Bytes and files have no use for it.
-    on_image: called after each file with the number of files in all.
+    on_image: called for each image that is decoded, with the number of images in all. Images that were decoded by an
+        earlier call are taken from the cache (``semclust.cache``).
 
     The word "digits" is scikit-learn's set of digits; a folder of that name is "./digits".
     """
     _check_options(size, channels, value_range)
+    source = find_source(data, value_range)
+    names, labels = list(source.names), source.labels
+    if kept := source.stamp and cache.find(source.stamp, size, channels):
+        pixels, skipped = kept.pixels, kept.skipped
+    else:
+        shape = source.shape(size, channels)
+        if source.ready is not None and source.ready.shape[1:] == shape:
+            pixels, skipped = source.ready, []
+        else:
+            pixels, skipped, own_labels = _read(source, shape, size is None, channels is None, on_image)
+            labels = labels if own_labels is None else own_labels
+    return _images(source, pixels, names, labels, skipped)
+
+
+def stream_images(
+    data: Any,
+    *,
+    size: Size,
+    channels: int,
+    value_range: Range | None = None,
+    on_image: OnImage = None,
+    chunk: int = 1024,
+) -> Iterator[Images]:
+    """The images that ``open_images`` gives, in the same order, in pieces of about ``chunk``, one in memory at a time.
+
+    Nothing is written to the cache, but what lies there is used. That most images cannot be read is known only at the
+    end: the error comes after the last piece. A piece may be empty but for its ``skipped``.
+    """
+    _check_options(size, channels, value_range)
+    if chunk < 1:
+        raise InputError(f"chunk={chunk}: expected at least 1.")
+    source = find_source(data, value_range)
+    return _stream(source, size, channels, on_image, chunk)
+
+
+def find_source(data: Any, value_range: Range | None = None) -> Source:
+    """What ``data`` stands for; images are not read yet."""
     if isinstance(data, str) and data == "digits":
         from sklearn.datasets import load_digits
 
         digits = load_digits()
-        return _from_array(digits.images, "digits", size, channels, (0.0, 16.0), digits.target)
+        return array_source([digits.images], "digits", (0.0, 16.0), digits.target)
     if isinstance(data, (list, tuple)):
         if not data or not all(isinstance(item, (str, os.PathLike)) for item in data):
             raise InputError("A list must hold paths of images, one or more; for a list of arrays use np.stack(X).")
-        names = [Path(os.fsdecode(item)).as_posix() for item in data]
-        return _from_files(names, Path(), "images", size, channels, on_image)
-    if not isinstance(data, (str, os.PathLike)):
-        return _from_array(_as_array(data), "array", size, channels, value_range)
+        return _from_list([os.fsdecode(item) for item in data])
+    if isinstance(data, (str, os.PathLike)):
+        return _from_path(os.fsdecode(data), value_range)
+    if hasattr(data, "__array__"):
+        return array_source([_as_array(data)], "array", value_range)
+    if is_dataset(data):
+        return dataset_source(data, value_range)
+    raise InputError(f"Images cannot be read from {type(data).__name__}; expected {ACCEPTED}.")
 
-    text = os.fsdecode(data)
+
+def is_named(data: str) -> bool:
+    """Whether a word stands for a benchmark: cifar10:/path, but no file or folder of that very name."""
+    return data.partition(":")[0] in BENCHMARKS and ":" in data and not os.path.exists(data)
+
+
+def _from_path(text: str, value_range: Range | None) -> Source:
     path = Path(text)
     suffix = path.suffix.lower()
     if os.path.isdir(text):
-        names, unlisted = _image_files(path)
-        if not names:
-            also = f" Folders that cannot be listed: {unlisted}." if unlisted else ""
-            raise InputError(f"The folder {text!r} holds no file that ends in {', '.join(SUFFIXES)}.{also}")
-        images = _from_files(names, path, path.resolve().name or "images", size, channels, on_image)
-        images.skipped = unlisted + images.skipped
-        return images
+        return folder_source(text)
     if os.path.isfile(text) and suffix in SUFFIXES:
-        return _from_files([path.name], path.parent, path.stem, size, channels, on_image)
+        return file_source([path.name], str(path.parent), path.stem)
     if os.path.isfile(text) and suffix in (".npy", ".npz"):
         array, labels = _load_images(path)
-        return _from_array(array, path.stem, size, channels, value_range, labels)
+        return array_source([array], path.stem, value_range, labels)
+    if os.path.isfile(text) and is_shard(text):
+        return shard_source([text])
+    if is_named(text):
+        return benchmark_source(*text.split(":", 1))
     if os.path.isfile(text):
         problem = f"files that end in {path.suffix!r} are not read"
     elif scheme := re.match(r"([\w-]{2,}):", text):  # two letters or more, for C:\ is a drive
         problem = f"the scheme {scheme[1]!r} is unknown"
+    elif re.search(r"[*?\[{]", text):
+        if files := expand(text):
+            return _from_list(files, relative=True)
+        problem = "the pattern fits no file"
     else:
         problem = "there is no such file or folder"
     raise InputError(f"Cannot open {text!r}: {problem}. Expected {ACCEPTED}.")
+
+
+def _from_list(files: list[str], relative: bool = False) -> Source:
+    """``relative``: the names begin at the folder that all share, not where the paths given do."""
+    n_shards = sum(is_shard(file) for file in files)
+    if n_shards == len(files):
+        return shard_source(files)
+    if n_shards:
+        raise InputError(f"{n_shards} of {len(files)} files are tar files; expected images only, or tar files only.")
+    if relative:
+        files = [file for file in files if Path(file).suffix.lower() in SUFFIXES]
+        if not files:
+            raise InputError(f"The pattern fits no file that ends in .tar, {', '.join(SUFFIXES)}.")
+        base = os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files])
+        names = [Path(os.path.relpath(file, base)).as_posix() for file in files]
+        return file_source(names, base, Path(base).name or "images")
+    return file_source([Path(file).as_posix() for file in files], "", "images")
+
+
+def _as_array(data: Any) -> np.ndarray:
+    try:
+        return np.asarray(data.detach().cpu() if hasattr(data, "detach") else data)
+    except Exception as error:  # whatever a foreign __array__ raises
+        raise InputError(
+            f"{type(data).__name__} cannot be read as an array ({error}); hand over a NumPy array of uint8 or float32."
+        ) from error
+
+
+def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
+    """Images and, where a .npz has them, labels."""
+    with numpy_file(path) as loaded:
+        if isinstance(loaded, np.ndarray):
+            return loaded, None
+        keys = [key for key in IMAGE_KEYS if key in loaded] or [key for key in loaded if key not in LABEL_KEYS]
+        if not keys or (len(keys) > 1 and keys[0] not in IMAGE_KEYS):
+            raise InputError(
+                f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
+            )
+        labels = next((loaded[key] for key in LABEL_KEYS if key in loaded), None)
+        return member(loaded, path, keys[0]), labels
 
 
 def _check_options(size: AskedSize, channels: int | None, value_range: Range | None) -> None:
@@ -133,228 +223,105 @@ def _check_options(size: AskedSize, channels: int | None, value_range: Range | N
         raise InputError(f"value_range={value_range!r}: expected two finite numbers, the lower one first.")
 
 
-def choose_size(shapes: Sequence[Size], asked: AskedSize) -> Size:
-    """The H and W to which images of these shapes are brought.
-
-    Where nothing is asked for: images of one shape keep it if the shorter side has 16 to 96 pixels, are enlarged
-    by a whole factor if it has fewer, and shrunk to 96 if it has more. Images of several shapes become squares.
-    """
-    if asked is not None:
-        H, W = asked if isinstance(asked, (tuple, list)) else (asked, asked)
-        return int(H), int(W)
-    if len(set(shapes)) > 1:
-        side = int(np.clip(np.median([min(shape) for shape in shapes]), SMALLEST, LARGEST))
-        return side, side
-    H, W = shapes[0]
-    shorter = min(H, W)
-    factor = LARGEST / shorter if shorter > LARGEST else math.ceil(SMALLEST / shorter)
-    return round(H * factor), round(W * factor)
+# ---- reading ---------------------------------------------------------------------------------------
 
 
-# ---- files -----------------------------------------------------------------------------------------
-
-
-def _image_files(folder: Path) -> tuple[list[str], list[tuple[str, str]]]:
-    """Sorted names of the image files under ``folder``; folders that cannot be listed, with the reason."""
-    names: list[str] = []
-    unlisted: list[tuple[str, str]] = []
-    seen: set[tuple[int, int]] = set()
-    waiting = deque([folder])
-    while waiting:
-        here = waiting.popleft()
-        try:
-            status = here.stat()
-            inside = [] if (status.st_dev, status.st_ino) in seen else os.listdir(here)
-            seen.add((status.st_dev, status.st_ino))
-        except OSError as error:
-            unlisted.append((here.relative_to(folder).as_posix(), _reason(error)))
-            continue
-        for path in (here / name for name in inside if not name.startswith(".")):
-            if os.path.isdir(path):
-                # Links wait until all real folders are read: a folder goes by its real name, and a loop ends.
-                (waiting.append if path.is_symlink() else waiting.appendleft)(path)
-            elif path.suffix.lower() in SUFFIXES:
-                names.append(path.relative_to(folder).as_posix())
-    return sorted(names), sorted(unlisted)
-
-
-def _from_files(
-    names: list[str], folder: Path, source: str, size: AskedSize, channels: int | None, on_image: OnImage
-) -> Images:
-    """First all headers, which tell the size and channels to aim at, then the pixels."""
-    if channels not in (None, 1, 3):
-        raise InputError(f"channels={channels}: image files can be read as 1 (grey) or 3 (RGB) channels.")
-    headers = _in_threads(lambda name: _read_header(folder / name), names)
-    skipped = {name: why for name, why in zip(names, headers, strict=True) if isinstance(why, str)}
-    _complain_if_most_are(skipped, names)
-    known = [header for header in headers if not isinstance(header, str)]
-    H, W = choose_size([shape for shape, _ in known], size)
-    c = channels or (1 if all(grey for _, grey in known) else 3)
-
-    readable = [name for name in names if name not in skipped]
-    pixels = np.empty((len(readable), H, W, c), np.uint8)
-
-    def fill(row: int) -> None:
-        pixels[row] = decode(folder / readable[row], (H, W), c)
-
-    reasons = _in_threads(fill, range(len(readable)), on_image)
-    skipped |= {name: why for name, why in zip(readable, reasons, strict=True) if why}
-    _complain_if_most_are(skipped, names)
-    kept = [row for row, why in enumerate(reasons) if not why]
-    for to, row in enumerate(kept):  # close the gaps in place: a second array may not fit into memory
-        if to != row:
-            pixels[to] = pixels[row]
-    left_out = [(name, skipped[name]) for name in names if name in skipped]
-    return Images(pixels[: len(kept)], [readable[row] for row in kept], source, skipped=left_out)
-
-
-def _in_threads(work: Callable[[Any], Any], items: Sequence[Any], on_image: OnImage = None) -> list[Any]:
-    """``work`` of every item, in order; a string with the reason stands for one that raised."""
-
-    def attempt(item: Any) -> Any:
-        try:
-            return work(item)
-        except Exception as error:  # a damaged file can make Pillow raise almost anything
-            return _reason(error)
-
-    results = []
-    with ThreadPoolExecutor(os.cpu_count()) as pool, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of damaged metadata; what matters is in the list of skipped files
-        for start in range(0, len(items), FILES_AT_ONCE):
-            for result in pool.map(attempt, items[start : start + FILES_AT_ONCE]):
-                results.append(result)
-                if on_image:
-                    on_image(len(items))
-    return results
-
-
-def _reason(error: Exception) -> str:
-    """A few words on one line, without the path."""
-    match error:
-        case FileNotFoundError():
-            return "no such file, or a link that leads nowhere"
-        case PermissionError():
-            return "no permission to read it"
-        case UnidentifiedImageError():
-            return "not an image in a format that is read here"
-        case Image.DecompressionBombError():
-            return f"more pixels than PIL.Image.MAX_IMAGE_PIXELS = {Image.MAX_IMAGE_PIXELS} allows"
-    return in_short(error)
-
-
-def _complain_if_most_are(skipped: dict[str, str], names: list[str]) -> None:
-    bad = [name for name in names if name in skipped]
-    if 2 * len(bad) > len(names):
-        first = "; ".join(f"{name!r}: {skipped[name]}" for name in bad[:3]) + ("; ..." if len(bad) > 3 else "")
-        raise InputError(
-            f"{len(bad)} of {len(names)} image files cannot be read ({first}). "
-            "At least half must be readable: repair these files, or take them out."
-        )
-
-
-def _open(path: Path) -> Image.Image:
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
-        raise ValueError("not a regular file")
-    if status.st_size == 0:
-        raise ValueError("empty file")
-    image = Image.open(path, formats=FORMATS)
-    if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
-        image.close()
-        raise Image.DecompressionBombError  # Pillow itself only warns up to twice the limit
-    return image
-
-
-def _read_header(path: Path) -> tuple[Size, bool]:
-    """(H, W) as seen upright, and whether the image is grey, without decoding it."""
-    with _open(path) as image:
-        size = image.width, image.height
-        with suppress(Exception):  # damaged metadata does not make the pixels unreadable
-            orientation = Image.Image.getexif(image).get(0x0112, 1)  # PngImageFile's own decodes the whole image
-            if orientation >= 5 and image.format != "TIFF":  # Pillow turns a TIFF by itself
-                size = image.height, image.width
-        return size[::-1], image.mode in ("1", "L", "LA", "F") or image.mode.startswith("I")
-
-
-def decode(path: Path, size: Size, channels: int) -> np.ndarray:
-    """The image in a file (of several, the first) as H x W x c bytes: scaled to cover ``size``, its centre cut out."""
-    H, W = size
-    with _open(path) as opened:
-        opened.draft(None, (2 * max(size), 2 * max(size)))  # lets a JPEG be decoded at 1/2, 1/4 or 1/8
-        opened.load()
-        with suppress(Exception):  # damaged metadata, again
-            ImageOps.exif_transpose(opened, in_place=True)
-        image = _on_white(_in_bytes(opened)).convert("L" if channels == 1 else "RGB")
-    scale = min(image.width / W, image.height / H)
-    left, top = max(0.0, (image.width - W * scale) / 2), max(0.0, (image.height - H * scale) / 2)
-    box = (left, top, image.width - left, image.height - top)
-    image = image.resize((W, H), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-    return np.asarray(image).reshape(H, W, channels)
-
-
-def _in_bytes(image: Image.Image) -> Image.Image:
-    """Integers of 16 bits or more and floats, which Pillow would only clip, as 8 bits a pixel."""
-    if image.mode != "F" and not image.mode.startswith("I"):
-        return image
-    values = np.asarray(image)
-    if image.mode != "F":
-        values = values // 256
-    elif not np.isfinite(values).all():
-        raise ValueError("holds NaN or infinite values")
-    elif values.min() >= 0 and values.max() <= 1:
-        values = values * 255
-    return Image.fromarray(np.rint(values).clip(0, 255).astype(np.uint8))
-
-
-def _on_white(image: Image.Image) -> Image.Image:
-    if not image.has_transparency_data:
-        return image
-    image = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-
-
-# ---- arrays ----------------------------------------------------------------------------------------
-
-
-def _as_array(data: Any) -> np.ndarray:
-    if not hasattr(data, "__array__"):
-        raise InputError(f"Images cannot be read from {type(data).__name__}; expected {ACCEPTED}.")
+def _read(
+    source: Source, shape: tuple[int, int, int], own_size: bool, own_channels: bool, on_image: OnImage
+) -> tuple[np.ndarray, list[tuple[int, str]], np.ndarray | None]:
+    """Pixels, rows that were skipped, and labels that came with the images; kept in the cache where that is of use."""
+    n = len(source.names)
+    store = cache.Store(source.stamp, n, shape)
+    skipped: list[tuple[int, str]] = []
+    labels: list[Any] = []
+    start, lasting = 0, True
     try:
-        return np.asarray(data.detach().cpu() if hasattr(data, "detach") else data)
-    except Exception as error:  # whatever a foreign __array__ raises
-        raise InputError(
-            f"{type(data).__name__} cannot be read as an array ({error}); hand over a NumPy array of uint8 or float32."
-        ) from error
+        for block in source.blocks(shape):
+            store.append(block.rows)
+            skipped += [(start + i, why) for i, why in block.skipped]
+            labels += block.labels or []
+            start, lasting = start + len(block), lasting and block.lasting
+            _tell(on_image, len(block), n)
+        complain_if_most_are([(source.names[row], why) for row, why in skipped], n)
+    except BaseException:
+        store.discard()
+        raise
+    pixels = store.finish(skipped, own_size, own_channels, lasting)
+    return pixels, skipped, as_labels(labels)
 
 
-def _from_array(
-    array: np.ndarray, source: str, size: AskedSize, channels: int | None, value_range: Range | None, labels: Any = None
+def _stream(source: Source, size: Size, channels: int, on_image: OnImage, chunk: int) -> Iterator[Images]:
+    n, shape = len(source.names), source.shape(size, channels)
+    unlisted, all_skipped = source.unlisted, []
+    for start, block in _pieces(source, shape, chunk):
+        stop = start + len(block)
+        skipped = [(source.names[start + i], why) for i, why in block.skipped]
+        bad = {i for i, _ in block.skipped}
+        kept = [i for i in range(start, stop) if i - start not in bad]
+        labels = None if source.labels is None else source.labels[kept]
+        if block.labels is not None:
+            labels = as_labels(block.labels)
+        part = Images(block.rows, [source.names[i] for i in kept], source.title, labels, unlisted + skipped)
+        part.value_range, part.folder = source.value_range, source.folder
+        unlisted = []
+        all_skipped += skipped
+        _tell(on_image, len(block), n)
+        yield part
+    complain_if_most_are(all_skipped, n)
+
+
+def _pieces(source: Source, shape: tuple[int, int, int], chunk: int) -> Iterator[tuple[int, Block]]:
+    """Blocks of about ``chunk`` images, each with the number of its first."""
+    ready = source.ready if source.ready is not None and source.ready.shape[1:] == shape else None
+    known: dict[int, str] = {}
+    if kept := source.stamp and cache.find(source.stamp, shape[:2], shape[2]):
+        ready, known = kept.pixels, dict(kept.skipped)
+    if ready is not None:
+        row = 0
+        for start in range(0, len(source.names), chunk):
+            stop = min(start + chunk, len(source.names))
+            skipped = [(i - start, known[i]) for i in range(start, stop) if i in known]
+            n = stop - start - len(skipped)
+            yield start, Block(ready[row : row + n], skipped)
+            row += n
+        return
+    start, waiting = 0, []
+    for block in source.blocks(shape):
+        waiting.append(block)
+        if sum(map(len, waiting)) >= chunk:
+            yield start, (joined := _join(waiting))
+            start, waiting = start + len(joined), []
+    if waiting:
+        yield start, _join(waiting)
+
+
+def _join(blocks: list[Block]) -> Block:
+    skipped, labels, start = [], [], 0
+    for block in blocks:
+        skipped += [(start + i, why) for i, why in block.skipped]
+        labels += block.labels or []
+        start += len(block)
+    rows = np.concatenate([block.rows for block in blocks])
+    return Block(rows, skipped, labels if blocks[0].labels is not None else None)
+
+
+def _images(
+    source: Source,
+    pixels: np.ndarray,
+    names: list[str],
+    labels: np.ndarray | None,
+    skipped: Sequence[tuple[int, str]],
 ) -> Images:
-    check_array(array)
-    value_range = BYTE_RANGE if array.dtype == np.uint8 else choose_range(array, value_range)
-    n, H, W, c = (array := array[..., None] if array.ndim == 3 else array).shape
-    size, channels = choose_size([(H, W)], size), channels or c
-    if (c, channels) not in {(c, c), (1, 3), (3, 1), (4, 3), (4, 1)}:
-        raise InputError(f"Images of {c} channels cannot be turned into {channels}; hand over {channels} channels.")
-    labels = None if labels is None else check_labels(labels, n, source)
-    names = [str(row) for row in range(n)]
-    if array.dtype == np.uint8 and (H, W, c) == (*size, channels):
-        return Images(np.ascontiguousarray(array), names, source, labels)  # a mapped file stays on disk
-    pixels = np.empty((n, *size, channels), np.uint8)
-    for rows in chunks(n, max(H * W * c, math.prod(size) * channels)):
-        part = array[rows] if array.dtype == np.uint8 else scale(array[rows], value_range)
-        pixels[rows] = resize(with_channels(part, channels), size)
-    return Images(pixels, names, source, labels, value_range=value_range)
+    left_out = source.unlisted + [(names[row], why) for row, why in skipped]
+    if skipped:
+        bad = {row for row, _ in skipped}
+        kept = [row for row in range(len(names)) if row not in bad]
+        names = [names[row] for row in kept]
+        labels = labels[kept] if labels is not None and len(labels) != len(kept) else labels
+    return Images(pixels, names, source.title, labels, left_out, source.value_range, source.folder)
 
 
-def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
-    """Images and, where a .npz has them, labels."""
-    with numpy_file(path) as loaded:
-        if isinstance(loaded, np.ndarray):
-            return loaded, None
-        keys = [key for key in IMAGE_KEYS if key in loaded] or [key for key in loaded if key not in LABEL_KEYS]
-        if not keys or (len(keys) > 1 and keys[0] not in IMAGE_KEYS):
-            raise InputError(
-                f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
-            )
-        return loaded[keys[0]], next((loaded[key] for key in LABEL_KEYS if key in loaded), None)
+def _tell(on_image: OnImage, n: int, total: int) -> None:
+    if on_image:
+        for _ in range(n):
+            on_image(total)

@@ -21,6 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from semclust import __version__
+from semclust.arrays import chunks
 from semclust.errors import DamagedFileError, InputError
 from semclust.storage import read_json, read_tensors, write_json, write_tensors, write_whole
 
@@ -204,5 +205,6 @@ def fingerprint(pixels: np.ndarray, names: Sequence[str]) -> str:
     import hashlib
 
     digest = hashlib.sha256(json.dumps([list(pixels.shape), list(names)]).encode())
-    digest.update(np.ascontiguousarray(pixels).data)
+    for rows in chunks(len(pixels), pixels[:1].size):  # a mapped file may be larger than the memory
+        digest.update(np.ascontiguousarray(pixels[rows]).data)
     return digest.hexdigest()

@@ -87,3 +87,12 @@ def check_labels(labels: np.ndarray, n: int, source: str) -> np.ndarray:
     if labels.dtype.kind != "U":
         raise InputError(f"The labels in {source!r} are {labels.dtype}; expected integers or strings.")
     return labels
+
+
+def as_labels(labels: list[int | str | None]) -> np.ndarray | None:
+    """Labels that came with the images: None where one is missing."""
+    if not labels or any(label is None for label in labels):
+        return None
+    if all(isinstance(label, int) for label in labels):
+        return np.array(labels, np.int64)
+    return np.array([str(label) for label in labels])
