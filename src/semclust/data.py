@@ -14,7 +14,7 @@ import re
 import stat
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,6 +63,11 @@ class Images:
     labels: np.ndarray | None = None  # only for evaluation; training never sees them
     skipped: list[tuple[str, str]] = field(default_factory=list)  # name and reason
     value_range: Range = BYTE_RANGE  # what 0 and 255 stand for, where the source held floats
+    folder: Path | None = None  # of the files, where the names are files
+
+    def file(self, row: int) -> Path | None:
+        """The original file of a row; None where the images are not files."""
+        return None if self.folder is None else self.folder / self.names[row]
 
 
 def open_images(
@@ -205,7 +210,7 @@ def _from_files(
         if to != row:
             pixels[to] = pixels[row]
     left_out = [(name, skipped[name]) for name in names if name in skipped]
-    return Images(pixels[: len(kept)], [readable[row] for row in kept], source, skipped=left_out)
+    return Images(pixels[: len(kept)], [readable[row] for row in kept], source, skipped=left_out, folder=folder)
 
 
 def _in_threads(work: Callable[[Any], Any], items: Sequence[Any], on_image: OnImage = None) -> list[Any]:
@@ -358,3 +363,25 @@ def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
                 f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
             )
         return loaded[keys[0]], next((loaded[key] for key in LABEL_KEYS if key in loaded), None)
+
+
+# ---- stand-in ----------------------------------------------------------------------------------------
+
+
+def stream_images(
+    data: Any,
+    *,
+    size: AskedSize,
+    channels: int,
+    value_range: Range | None = None,
+    on_image: OnImage = None,
+    chunk: int = 1024,
+) -> Iterator[Images]:
+    """The images of ``data`` in parts of at most ``chunk``."""
+    images = open_images(data, size=size, channels=channels, value_range=value_range, on_image=on_image)
+    for start in range(0, len(images.names), chunk):
+        rows = slice(start, start + chunk)
+        labels = None if images.labels is None else images.labels[rows]
+        skipped = [] if start else images.skipped
+        part = images.pixels[rows], images.names[rows], images.source, labels, skipped
+        yield Images(*part, images.value_range, images.folder)
