@@ -21,9 +21,10 @@ from rich.console import Console
 import semclust
 from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from semclust import Settings, fitting, preset
+from semclust.assignments import read_assignments
 from semclust.cli import FitSettings, main, parse
 from semclust.display import Display, clock, figures, printable, show_clusters
-from semclust.run_folder import RunFolder, read_assignments
+from semclust.run_folder import RunFolder
 
 FAST = ["-k", "3", "--epochs", "3", "--width", "2", "--batch-size", "8", "--device", "cpu"]
 N = 20
@@ -127,6 +128,7 @@ def test_a_fit_writes_a_run_folder(finished, photos):
             "model",
             "assignments.csv",
             "embeddings.npy",
+            "probabilities.npy",
             "skipped.csv",
             "summary.json",
         ]
@@ -263,7 +265,8 @@ def test_odd_file_names_break_neither_tables_nor_files(here, capsys):
     assert sorted(read_assignments(run / "assignments.csv")[0]) == sorted(ODD_NAMES)
     assert [row["path"] for row in rows(run / "skipped.csv")] == ["[link=x]bad.png"]
     assert call("predict", run, "odd") == 0
-    assert "skipped '[link=x]bad.png'" in capsys.readouterr().out
+    assert "1 files could not be read and were skipped: odd-clusters-skipped.csv" in capsys.readouterr().out
+    assert [row["path"] for row in rows(here / "odd-clusters-skipped.csv")] == ["[link=x]bad.png"]
     with open("labels.csv", "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
             [("path", "label"), *((name, "[red]" if i % 2 else "[/]") for i, name in enumerate(ODD_NAMES))]
@@ -563,7 +566,8 @@ def test_predict_writes_one_row_an_image_and_never_overwrites(finished, photos, 
         assert call("predict", finished, photos) == 0
         said = capsys.readouterr().out
         assert f"20 images assigned; written to {name}" in said
-        assert "skipped 'a/notes.jpg'" in said
+        assert f"skipped: {name[:-4]}-skipped.csv" in said
+        assert [row["path"] for row in rows(here / f"{name[:-4]}-skipped.csv")] == ["a/notes.jpg"]
         assert (here / name).read_bytes() == (finished / "assignments.csv").read_bytes()
     assert call("predict", finished, photos, "--out", "mine.csv") == 0
     before = (here / "mine.csv").read_bytes()

@@ -15,16 +15,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from semclust import __version__
+from semclust.assignments import ASSIGNMENTS, read_assignments, write_assignments
 from semclust.errors import DamagedFileError, InputError
-from semclust.run_folder import (
-    ASSIGNMENTS,
-    RunFolder,
-    fingerprint,
-    free_path,
-    read_assignments,
-    write_assignments,
-)
-from semclust.storage import write_tensors
+from semclust.run_folder import RunFolder, fingerprint
+from semclust.storage import free_path, write_tensors
 
 ODD_NAMES = [
     "plain.png",
