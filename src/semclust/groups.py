@@ -74,8 +74,10 @@ class Groups:
             asked = -1
         if asked in self.ids:
             return asked
-        why = f"it was merged into {self.title(int(self.of[asked]))}" if 0 <= asked < self.n_clusters else "unknown"
-        raise InputError(f"There is no cluster {cluster!r} ({why}); expected one of {', '.join(self._titles())}.")
+        why = f" (it was merged into {self.title(int(self.of[asked]))})" if 0 <= asked < self.n_clusters else ""
+        raise InputError(
+            f"There is no cluster {cluster!r}{why}; expected one of {', '.join(map(self.title, self.ids))}."
+        )
 
     def apply(self, p: np.ndarray) -> np.ndarray:
         """Probabilities of the clusters of the fit (N x C) to those of the clusters in ``ids`` (N x R)."""
@@ -138,7 +140,7 @@ class Groups:
     def _join(self, clusters: Sequence[Cluster]) -> None:
         ids = sorted({self.find(cluster) for cluster in clusters})
         if len(ids) < 2:
-            raise InputError(f"Only cluster {', '.join(map(str, ids)) or 'none'} to merge; expected two or more.")
+            raise InputError(f"There is only {ids} to merge; expected two clusters or more.")
         if len(self.ids) - len(ids) + 1 < FEWEST:
             raise InputError(
                 f"Merging {', '.join(map(str, ids))} would leave one cluster with everything in it; "
@@ -159,9 +161,6 @@ class Groups:
                 f"Cluster {other} has the name {name!r} already; choose another, or merge {other} and {found}."
             )
         self.names[found] = check_name(name)
-
-    def _titles(self) -> list[str]:
-        return [self.title(cluster) for cluster in self.ids]
 
     # ---- the file --------------------------------------------------------------------------------
 

@@ -91,18 +91,25 @@ class SortedFolder:
                 return
 
     def _put(self, file: Path, path: Path) -> None:
-        try:
-            if self.by == "link":
-                return os.symlink(os.path.abspath(file), path)
-            if self.by == "hardlink":
-                return os.link(os.path.realpath(file), path)  # of a link, the file that it leads to
-        except FileExistsError:
-            raise
-        except (OSError, NotImplementedError):
-            self.copied_instead += 1  # whatever keeps it from linking: where copying fails as well, that is told
+        if self.by != "copy" and self._link(file, path):
+            return
         with open(file, "rb") as source, open(path, "xb") as target:
             shutil.copyfileobj(source, target, 2**20)
         shutil.copystat(file, path)
+        self.copied_instead += self.by != "copy"
+
+    def _link(self, file: Path, path: Path) -> bool:
+        """Whether it could be done. What keeps it does not matter: where copying fails as well, that is told."""
+        try:
+            if self.by == "link":
+                os.symlink(os.path.abspath(file), path)
+            else:
+                os.link(os.path.realpath(file), path)  # of a link, the file that it leads to
+        except FileExistsError:
+            raise
+        except (OSError, NotImplementedError):
+            return False
+        return True
 
 
 def check_folder(path: Path, data: Any) -> None:
