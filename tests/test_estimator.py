@@ -435,6 +435,93 @@ def test_an_augmentation_of_ones_own(tmp_path):
     assert "mirror" in json.loads((tmp_path / "config.json").read_text())["settings"]["augment"]
 
 
+# ---- groups after the fit ----------------------------------------------------------------------------
+
+
+def regrouped(fitted) -> SemanticClusterer:
+    return copy.deepcopy(fitted).merge([0, 2]).rename(1, "ships")
+
+
+def follows(model: SemanticClusterer, p: np.ndarray, ids: list[int]) -> None:
+    """Everything that the model tells is by the columns ``p`` for the clusters ``ids``."""
+    assert model.clusters_.tolist() == ids
+    np.testing.assert_allclose(model.predict_proba(grey()), p, atol=1e-6)
+    np.testing.assert_array_equal(model.predict(grey()), np.array(ids)[p.argmax(1)])
+    np.testing.assert_array_equal(model.probabilities_, p)
+    np.testing.assert_array_equal(model.labels_, np.array(ids)[p.argmax(1)])
+
+
+def test_everything_follows_a_merge_and_its_undoing(fitted):
+    p = fitted.probabilities_
+    model = regrouped(fitted)
+    follows(model, np.stack([p[:, 0] + p[:, 2], p[:, 1]], axis=1), [0, 1])
+    assert model.cluster_names_ == {1: "ships"}
+    np.testing.assert_array_equal(model.embedding_, fitted.embedding_)
+    assert model.rename("ships", "boats").cluster_names_ == {1: "boats"}
+    assert model.undo().cluster_names_ == {1: "ships"}
+    follows(model.undo().undo(), p, [0, 1, 2])
+    assert model.cluster_names_ == {}
+    np.testing.assert_array_equal(model.transform(grey()), fitted.transform(grey()))
+
+
+def test_reduce_leaves_the_number_asked_for(fitted):
+    model = copy.deepcopy(fitted).reduce(2)
+    assert len(model.clusters_) == 2 and model.predict_proba(grey()).shape == (N, 2)
+    assert set(model.labels_) <= set(model.clusters_)
+    follows(model.undo(), fitted.probabilities_, [0, 1, 2])
+
+
+def test_groups_are_saved_and_loaded(fitted, tmp_path):
+    model = regrouped(fitted)
+    model.save(tmp_path)
+    loaded = SemanticClusterer.load(tmp_path)
+    assert loaded.clusters_.tolist() == [0, 1] and loaded.cluster_names_ == {1: "ships"}
+    np.testing.assert_array_equal(loaded.predict(grey()), model.predict(grey()))
+    np.testing.assert_array_equal(loaded.undo().undo().predict(grey()), fitted.predict(grey()))
+    with pytest.raises(InputError, match="images of the fit"):
+        loaded.reduce(2)
+    fitted.save(tmp_path)  # over it: its groups go with it
+    assert SemanticClusterer.load(tmp_path).clusters_.tolist() == [0, 1, 2]
+
+
+def test_a_new_fit_starts_without_groups(fitted):
+    assert regrouped(fitted).fit(grey()).clusters_.tolist() == [0, 1, 2]
+
+
+def test_steps_that_cannot_be_taken_change_nothing(fitted):
+    model = copy.deepcopy(fitted)
+    for step in (lambda: model.merge([1]), lambda: model.rename(0, "7"), lambda: model.reduce(5), lambda: model.undo()):
+        with pytest.raises(InputError):
+            step()
+    follows(model, fitted.probabilities_, [0, 1, 2])
+    for call in (lambda: small().merge([0, 1]), lambda: small().undo(), lambda: small().reduce(2)):
+        with pytest.raises(NotFittedError):
+            call()
+
+
+def test_a_run_folder_brings_its_results(tmp_path):
+    images, settings = make_images(), tiny(backbone="resnet18", width=2)
+    run = RunFolder.create(tmp_path, "run")
+    run.write_config({})
+    done = fitting.fit(images, settings, run=run)
+    done.predictor.save(run.model)
+    run.write_results(images.names, done.p, done.q, {})
+    loaded = SemanticClusterer.load(run.path)
+    assert loaded.names_ == images.names
+    np.testing.assert_array_equal(loaded.labels_, done.labels)
+    np.testing.assert_array_equal(loaded.probabilities_, done.p)
+    np.testing.assert_array_equal(loaded.embedding_, done.q)
+    assert len(loaded.reduce(2).clusters_) == 2
+    groups = loaded.predictor_.groups
+    run.write_groups(groups)
+    again = SemanticClusterer.load(run.path)
+    np.testing.assert_array_equal(again.labels_, loaded.labels_)
+    assert not hasattr(SemanticClusterer.load(run.model), "labels_")
+    np.save(run.probabilities, done.p[:-1])
+    with pytest.raises(DamagedFileError, match="probabilities of the shape"):
+        SemanticClusterer.load(run.path)
+
+
 # ---- what is refused ---------------------------------------------------------------------------------
 
 
