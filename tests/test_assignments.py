@@ -101,12 +101,12 @@ def test_damaged_assignments_are_named(tmp_path, content):
 
 def renamed() -> Groups:
     groups = Groups(4)
-    groups.merge([1, 3])
+    groups.merge([1, 2])
     groups.rename(1, '=a "b", c')
     return groups
 
 
-P = np.array([[0.1, 0.3, 0.4, 0.2], [0.7, 0.0, 0.1, 0.2], [0.0, 0.1, 0.9, 0.0]])
+P = np.array([[0.1, 0.3, 0.4, 0.2], [0.7, 0.0, 0.1, 0.2], [0.0, 0.1, 0.0, 0.9]])
 
 
 def test_the_table_follows_the_groups(tmp_path):
@@ -114,9 +114,9 @@ def test_the_table_follows_the_groups(tmp_path):
     with open(tmp_path / "a.csv", newline="") as file:
         assert list(csv.reader(file)) == [
             ["path", "cluster", "confidence", "runner_up", "margin", "name"],
-            ["x", "1", "0.5000", "2", "0.1000", '=a "b", c'],
-            ["y", "0", "0.7000", "1", "0.5000", ""],
-            ["z", "2", "0.9000", "1", "0.8000", ""],
+            ["x", "1", "0.7000", "3", "0.5000", '=a "b", c'],
+            ["y", "0", "0.7000", "3", "0.5000", ""],
+            ["z", "3", "0.9000", "1", "0.8000", ""],
         ]
 
 
@@ -158,10 +158,10 @@ def test_parquet_has_the_same_columns(tmp_path, monkeypatch):
     assert file.num_row_groups == 2
     table = file.read().to_pydict()
     assert list(table) == ["path", "cluster", "confidence", "runner_up", "margin", "name"]
-    assert table["path"] == ["0.png", "1.png", "2.png"] and table["cluster"] == [1, 0, 2]
-    assert table["runner_up"] == [2, 1, 1] and table["name"] == ['=a "b", c', None, None]
-    np.testing.assert_allclose(table["confidence"], [0.5, 0.7, 0.9], atol=1e-6)
-    np.testing.assert_allclose(table["margin"], [0.1, 0.5, 0.8], atol=1e-6)
+    assert table["path"] == ["0.png", "1.png", "2.png"] and table["cluster"] == [1, 0, 3]
+    assert table["runner_up"] == [3, 3, 1] and table["name"] == ['=a "b", c', None, None]
+    np.testing.assert_allclose(table["confidence"], [0.7, 0.7, 0.9], atol=1e-6)
+    np.testing.assert_allclose(table["margin"], [0.5, 0.5, 0.8], atol=1e-6)
 
 
 def test_parquet_without_names_has_no_such_column(tmp_path):

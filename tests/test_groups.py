@@ -48,12 +48,12 @@ def test_a_merge_leaves_the_smallest_id_and_renumbers_none():
 
 
 def test_probabilities_are_left_alone_and_stay_below_one():
-    p = np.full((3, 4), 1 / 3, np.float32)
-    p[:, 3] = 1e-7
+    p = np.full((3, 11), 0.1, np.float32)  # ten of them add up to 1.0000001
+    p[:, 10] = 0
     before = p.copy()
-    groups = Groups(4)
-    groups.merge([0, 1, 2])
-    assert groups.apply(p).max() <= 1 and groups.apply(p).dtype == np.float32
+    groups = Groups(11)
+    groups.merge(range(10))
+    assert groups.apply(p).max() == 1 and groups.apply(p).dtype == np.float32
     np.testing.assert_array_equal(p, before)
 
 
@@ -225,13 +225,30 @@ def test_reduce_goes_on_from_what_was_merged():
     assert groups.reduce(2, p, q) == [[0, 2]]
 
 
+def with_empty(shares: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
+    """Clusters 0 and 1, which are very close, and 2; and one empty cluster for each row of ``shares``, which tells the
+    probability that the images of 0, 1 and 2 give it."""
+    labels = np.repeat([0, 1, 2], 4)
+    q = np.array([[1, 0, 0], [1, 0.01, 0], [0, 0, 1.0]])[labels]
+    lost = np.array(shares)[:, labels].T
+    return np.hstack([np.eye(3)[labels] * (1 - lost.sum(1, keepdims=True)), lost]), q
+
+
 def test_reduce_merges_empty_clusters_first():
-    p, labels = members(5, 4, 0, 3)
-    p = p * 0.8 + np.array([0, 0, 0.2, 0])  # 2 is nobody's first choice
-    q = np.array([[1, 0.0], [0.99, 0.1], [0, 0], [-1, 0]])[labels]
+    p, q = with_empty([[0.4, 0, 0.4]])  # between 0 and 2, and not close to any
     groups = Groups(4)
-    ((a, b),) = groups.reduce(3, p, q)
-    assert 2 in (a, b)
+    ((_, second),) = groups.reduce(3, p, q)
+    assert second == 3
+
+
+def test_an_empty_cluster_goes_where_its_probability_lies():
+    assert Groups(4).reduce(3, *with_empty([[0, 0, 0.4]])) == [[2, 3]]
+    assert Groups(4).reduce(3, *with_empty([[0.4, 0, 0]])) == [[0, 3]]
+
+
+def test_two_empty_clusters_are_empty_together():
+    merges = Groups(5).reduce(3, *with_empty([[0.2, 0, 0.2], [0.2, 0, 0.2]]))
+    assert merges[0] == [3, 4] and merges[1][1] == 3
 
 
 @pytest.mark.parametrize("to", [1, 0, -3, 6, 7, 2.5, "3", None, True])

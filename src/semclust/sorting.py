@@ -82,13 +82,10 @@ class SortedFolder:
         while True:
             try:
                 make(path if number == 1 else numbered(path, number))
+                return
             except FileExistsError:
                 number += 1
                 self._next_number[path] = number
-            else:
-                if number > 1:
-                    self._next_number[path] = number + 1
-                return
 
     def _put(self, file: Path, path: Path) -> None:
         if self.by != "copy" and self._link(file, path):
@@ -99,14 +96,13 @@ class SortedFolder:
         self.copied_instead += self.by != "copy"
 
     def _link(self, file: Path, path: Path) -> bool:
-        """Whether it could be done. What keeps it does not matter: where copying fails as well, that is told."""
+        """Whether it could be done. What keeps it does not matter: where copying fails as well, as over a file that
+        exists, that is told."""
         try:
             if self.by == "link":
                 os.symlink(os.path.abspath(file), path)
             else:
                 os.link(os.path.realpath(file), path)  # of a link, the file that it leads to
-        except FileExistsError:
-            raise
         except (OSError, NotImplementedError):
             return False
         return True
