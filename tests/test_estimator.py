@@ -154,6 +154,17 @@ def test_more_images_than_one_batch_of_prediction(fitted):
     np.testing.assert_allclose(p[600:700], fitted.predict_proba(new[600:700]), atol=1e-5)
 
 
+def test_parts_without_an_image_are_passed_over(fitted, monkeypatch):
+    new = grey(30, seed=9)
+    parts = [make_images(0), *fitted.predictor_.stream(new), make_images(0)]
+    expected = fitted.predict(new)
+    monkeypatch.setattr(type(fitted.predictor_), "stream", lambda *_: iter(parts))
+    np.testing.assert_array_equal(fitted.predict(new), expected)
+    monkeypatch.setattr(type(fitted.predictor_), "stream", lambda *_: iter(parts[:1]))
+    with pytest.raises(InputError, match="no image that could be read"):
+        fitted.predict(new)
+
+
 def test_new_images_of_another_size_and_colour_are_brought_to_the_fitted_ones(fitted, tmp_path):
     """A grey 8 x 8 model takes files of 16 x 16 in colour."""
     assert fitted.predict(sources("folder", tmp_path)).shape == (N,)

@@ -75,7 +75,7 @@ class Predict:
     out: Annotated[Path | None, arg(metavar="FILE")] = None
     """File to write, CSV or, where it ends in .parquet, Parquet; one that exists is never overwritten. By default
     DATA-clusters.csv, here."""
-    embeddings: Annotated[bool, arg(name="embeddings"), tyro.conf.FlagCreatePairsOff] = False
+    embeddings: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Write the embeddings too, in the same order, to a .npy file beside it."""
     into: Annotated[Path | None, arg(metavar="DIR")] = None
     """Make this folder, with a folder for each cluster and its images inside. The originals stay where they are."""

@@ -159,7 +159,8 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     def _apply(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
         device = choose_device(self.device)
-        parts = [self.predictor_(images.pixels, device) for images in self.predictor_.stream(X)]
+        stream = self.predictor_.stream(X)  # a part may hold nothing but files that cannot be read
+        parts = [self.predictor_(images.pixels, device) for images in stream if images.names]
         if not parts:
             raise InputError("There is no image that could be read, so there is nothing to predict.")
         p, q = zip(*parts, strict=True)

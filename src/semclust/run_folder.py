@@ -1,14 +1,14 @@
 """A run's folder: settings, one row an epoch, the last checkpoint, and at the end model and results.
 
-config.json      data source and every setting
-metrics.csv      one row an epoch
-last.ckpt        all training state after the last whole epoch (safetensors)
-model/           config.json and model.safetensors: what predicts
-assignments.csv  path, cluster, confidence, runner_up, margin; and name, where a cluster was given one
-probabilities.npy  of each cluster of the fit, one row an image: from these the assignments follow merged clusters
-embeddings.npy   one row an image, in the order of assignments.csv
-skipped.csv      files that could not be read, with the reason
-summary.json     final figures, time, versions
+config.json        data source and every setting
+metrics.csv        one row an epoch
+last.ckpt          all training state after the last whole epoch (safetensors)
+model/             config.json and model.safetensors: what predicts; groups.json, where clusters were regrouped
+assignments.csv    path, cluster, confidence, runner_up, margin; and name, where a cluster was given one
+probabilities.npy  of the clusters of the fit, in the same order: what the assignments are made from after a merge
+embeddings.npy     one row an image, in the order of assignments.csv
+skipped.csv        files that could not be read, with the reason
+summary.json       final figures, time, versions
 """
 
 import contextlib
