@@ -21,6 +21,7 @@ RESULTS = (  # of a finished run, but for its settings and the time it took
     "model/model.safetensors",
     "assignments.csv",
     "embeddings.npy",
+    "probabilities.npy",
 )
 
 

@@ -5,6 +5,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -21,9 +22,10 @@ from rich.console import Console
 import semclust
 from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from semclust import Settings, fitting, preset
-from semclust.cli import FitSettings, main, parse
+from semclust.assignments import read_assignments
+from semclust.cli import FitSettings, assigning, main, parse
 from semclust.display import Display, clock, figures, printable, show_clusters
-from semclust.run_folder import RunFolder, read_assignments
+from semclust.run_folder import RunFolder
 
 FAST = ["-k", "3", "--epochs", "3", "--width", "2", "--batch-size", "8", "--device", "cpu"]
 N = 20
@@ -127,6 +129,7 @@ def test_a_fit_writes_a_run_folder(finished, photos):
             "model",
             "assignments.csv",
             "embeddings.npy",
+            "probabilities.npy",
             "skipped.csv",
             "summary.json",
         ]
@@ -263,7 +266,8 @@ def test_odd_file_names_break_neither_tables_nor_files(here, capsys):
     assert sorted(read_assignments(run / "assignments.csv")[0]) == sorted(ODD_NAMES)
     assert [row["path"] for row in rows(run / "skipped.csv")] == ["[link=x]bad.png"]
     assert call("predict", run, "odd") == 0
-    assert "skipped '[link=x]bad.png'" in capsys.readouterr().out
+    assert "1 files could not be read and were skipped: odd-clusters-skipped.csv" in capsys.readouterr().out
+    assert [row["path"] for row in rows(here / "odd-clusters-skipped.csv")] == ["[link=x]bad.png"]
     with open("labels.csv", "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
             [("path", "label"), *((name, "[red]" if i % 2 else "[/]") for i, name in enumerate(ODD_NAMES))]
@@ -563,7 +567,8 @@ def test_predict_writes_one_row_an_image_and_never_overwrites(finished, photos, 
         assert call("predict", finished, photos) == 0
         said = capsys.readouterr().out
         assert f"20 images assigned; written to {name}" in said
-        assert "skipped 'a/notes.jpg'" in said
+        assert f"skipped: {name[:-4]}-skipped.csv" in said
+        assert [row["path"] for row in rows(here / f"{name[:-4]}-skipped.csv")] == ["a/notes.jpg"]
         assert (here / name).read_bytes() == (finished / "assignments.csv").read_bytes()
     assert call("predict", finished, photos, "--out", "mine.csv") == 0
     before = (here / "mine.csv").read_bytes()
@@ -675,6 +680,254 @@ def test_evaluate_names_what_the_config_lacks(run, capsys):
     del config["data"]
     (run / "config.json").write_text(json.dumps(config))
     assert "config.json" in refused(capsys, "evaluate", run)
+
+
+# ---- groups after the fit ----------------------------------------------------------------------------
+
+
+def test_merge_rename_reduce_and_undo_to_the_same_bytes(run, capsys):
+    before = {path.name: path.read_bytes() for path in [*run.iterdir(), *run.glob("model/*")] if path.is_file()}
+    p = np.load(run / "probabilities.npy")
+    assert p.shape == (N, 3) and p.dtype == np.float32
+
+    assert call("rename", run, "2", "ships") == 0
+    said = capsys.readouterr().out
+    assert "named cluster 2 ships" in said and f"semclust undo {run}" in said
+    assert call("merge", run, "ships", 0) == 0
+    said = capsys.readouterr().out
+    assert "20 images in 2 clusters" in said and "merged into cluster 0 ships" in said
+    table = rows(run / "assignments.csv")
+    merged = np.stack([p[:, 0] + p[:, 2], p[:, 1]], axis=1)
+    assert [int(row["cluster"]) for row in table] == merged.argmax(1).tolist()
+    assert [row["confidence"] for row in table] == [f"{x:.4f}" for x in merged.max(1)]
+    assert {row["runner_up"] for row in table} <= {"0", "1"}
+    assert all(row["name"] == ("ships" if row["cluster"] == "0" else "") for row in table)
+    assert [row["path"] for row in table] == read_assignments(run / "assignments.csv")[0]
+
+    assert call("undo", run) == 0 and call("reduce", run, "--to", 2) == 0
+    assert " into " in capsys.readouterr().out
+    assert len(json.loads((run / "model/groups.json").read_text())["steps"]) == 2
+    assert call("undo", run) == 0 and call("undo", run) == 0
+    assert "undone: rename; steps left to undo: 0" in capsys.readouterr().out
+    after = {path.name: path.read_bytes() for path in [*run.iterdir(), *run.glob("model/*")] if path.is_file()}
+    assert after == before
+    assert "nothing to undo" in refused(capsys, "undo", run)
+
+
+def test_predict_evaluate_and_a_resumed_run_follow_the_groups(run, photos, labels_csv, here, capsys):
+    assert call("merge", run, 1, 2) == 0 and call("rename", run, 1, "[red]both[/]") == 0
+    regrouped = contents(run, ["assignments.csv", "model/groups.json"])
+    assert call("predict", run, photos) == 0
+    assert (here / "photos-clusters.csv").read_bytes() == regrouped["assignments.csv"]
+    assert call("predict", run, photos / "a" / "03.png") == 0
+    row = rows(here / "03-clusters.csv")[0]
+    assert f"03.png: cluster {row['cluster']}{' ' if row['name'] else ''}{row['name']}, conf" in capsys.readouterr().out
+    assert call("evaluate", run, "--labels", labels_csv) == 0
+    said = capsys.readouterr().out
+    assert "1 [red]both[/]" in said and "ACC" in said
+    assert call("fit", "--resume", run) == 0
+    assert contents(run, regrouped) == regrouped
+
+
+def test_a_parquet_table_in_the_run_follows_too(run, here, capsys):
+    pq = pytest.importorskip("pyarrow.parquet")
+    assert call("merge", run, 1, 2) == 0 and not (run / "assignments.parquet").exists()
+    assert call("export", run, "--format", "parquet") == 0
+    assert "20 rows written" in capsys.readouterr().out
+    for step in (["rename", run, 0, "x"], ["undo", run], ["undo", run]):
+        assert call(*step) == 0
+        table = pq.read_table(run / "assignments.parquet").to_pylist()
+        plain = rows(run / "assignments.csv")
+        assert [(r["path"], str(r["cluster"]), f"{r['confidence']:.4f}") for r in table] == [
+            (r["path"], r["cluster"], r["confidence"]) for r in plain
+        ]
+        assert table[0].keys() == plain[0].keys()
+    assert call("export", run, "--format", "parquet", "--out", "mine.parquet") == 0
+    assert "exists" in refused(capsys, "export", run, "--format", "parquet", "--out", "mine.parquet")
+    assert "ends in .parquet" in refused(capsys, "export", run, "--format", "parquet", "--out", "mine.csv")
+
+
+@pytest.mark.parametrize(
+    "argv, words",
+    [
+        (["merge", "RUN", "1"], "expected two clusters or more"),
+        (["merge", "RUN"], "expected two clusters or more"),
+        (["merge", "RUN", "1", "7"], "There is no cluster '7'"),
+        (["merge", "RUN", "1", "ships"], "There is no cluster 'ships'"),
+        (["merge", "RUN", "0", "1", "2"], "at least 2 must remain"),
+        (["rename", "RUN", "1", ""], "is no name"),
+        (["rename", "RUN", "1", "a\nb"], "control characters"),
+        (["rename", "RUN", "1", "2"], "is a number"),
+        (["rename", "RUN", "9", "x"], "There is no cluster '9'"),
+        (["reduce", "RUN", "--to", "3"], "from 2 to 2"),
+        (["reduce", "RUN", "--to", "1"], "from 2 to 2"),
+        (["undo", "RUN"], "nothing to undo"),
+        (["merge", "MODEL", "0", "1"], "is a model folder"),
+        (["undo", "nowhere"], "'nowhere' is not a run folder"),
+        (["export", "nowhere", "--format", "onnx"], "'nowhere'"),
+        (["export", "MODEL", "--format", "parquet"], "is a model folder"),
+        (["export", "RUN", "--format", "onnx", "--out", "missing/x.onnx"], "'missing'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_steps_that_cannot_be_taken_change_nothing(run, here, argv, words, capsys):
+    before = contents(run)
+    assert words in refused(capsys, *({"RUN": run, "MODEL": run / "model"}.get(word, word) for word in argv))
+    assert contents(run) == before and not (run / "model/groups.json").exists()
+
+
+def test_an_unfinished_or_older_run_cannot_be_regrouped(interrupted, run, capsys):
+    assert "--resume" in refused(capsys, "merge", interrupted, 0, 1)
+    (run / "probabilities.npy").unlink()
+    before = (run / "assignments.csv").read_bytes()
+    assert f"semclust fit --resume {run}" in refused(capsys, "merge", run, 0, 1)
+    assert not (run / "model/groups.json").exists()
+    assert call("fit", "--resume", run) == 0  # as it was told
+    assert call("merge", run, 0, 1) == 0 and call("undo", run) == 0
+    assert (run / "assignments.csv").read_bytes() == before
+
+
+@pytest.mark.parametrize("content", ["garbage", '{"format": 1, "n_clusters": 9, "steps": [{"merge": [7, 8]}]}'])
+def test_damaged_groups_are_named(run, photos, content, here, capsys):
+    (run / "model/groups.json").write_text(content)
+    for argv in (
+        ["merge", run, 0, 1],
+        ["predict", run, photos],
+        ["undo", run],
+        ["evaluate", run, "--labels", "folders"],
+    ):
+        assert "groups.json" in refused(capsys, *argv)
+
+
+@pytest.mark.parametrize(
+    "name, array",
+    [
+        ("probabilities.npy", np.zeros((3, 3), np.float32)),
+        ("probabilities.npy", np.zeros((N, 2), np.float32)),
+        ("embeddings.npy", np.zeros((N - 1, 8), np.float32)),
+        ("probabilities.npy", np.zeros((N, 3), int)),
+    ],
+    ids=["images", "clusters", "embeddings", "integers"],
+)
+def test_results_that_do_not_fit_each_other_are_named(run, name, array, capsys):
+    np.save(run / name, array)
+    before = (run / "assignments.csv").read_bytes()
+    assert str(run) in refused(capsys, "merge", run, 0, 1)
+    assert (run / "assignments.csv").read_bytes() == before and not (run / "model/groups.json").exists()
+
+
+def test_where_a_table_cannot_be_written_nothing_changes(run, monkeypatch, capsys):
+    before = contents(run)
+
+    def fail(*args):
+        raise OSError(28, "No space left on device")
+
+    for place in ("semclust.groups.write_json", "semclust.assignments.csv_bytes"):
+        with monkeypatch.context() as patch:
+            patch.setattr(place, fail)
+            assert "No space left on device" in refused(capsys, "merge", run, 0, 1)
+        assert contents(run) == before and not (run / "model/groups.json").exists()
+        assert not list(run.rglob(".*"))
+
+
+def test_an_outdated_report_is_told(run, capsys):
+    (run / "report.html").unlink(missing_ok=True)
+    assert call("merge", run, 0, 1) == 0 and "report.html" not in capsys.readouterr().out
+    (run / "report.html").touch()
+    assert call("undo", run) == 0 and f"semclust report {run}" in capsys.readouterr().out
+
+
+# ---- sorted folders, embeddings, Parquet, ONNX ---------------------------------------------------------
+
+
+def test_predict_into_folders(finished, photos, here, capsys):
+    assert call("predict", finished, photos, "--into", "sorted", "--embeddings") == 0
+    said = capsys.readouterr().out
+    assert "20 images sorted into sorted" in said and "embeddings: photos-clusters-embeddings.npy" in said
+    links = {path.resolve(): path for path in (here / "sorted").rglob("*") if path.is_symlink()}
+    table = rows(here / "photos-clusters.csv")
+    assert {photos / row["path"] for row in table} == links.keys()
+    for row in table:
+        assert links[photos / row["path"]].parent.name == row["cluster"]
+    stored = np.load(here / "photos-clusters-embeddings.npy")
+    np.testing.assert_allclose(stored, np.load(finished / "embeddings.npy"), atol=1e-5)
+    before = sorted(os.listdir(here))
+    assert "'sorted' exists" in refused(capsys, "predict", finished, photos, "--into", "sorted")
+    assert "lies inside" in refused(capsys, "predict", finished, photos, "--into", photos / "sorted")
+    assert sorted(os.listdir(here)) == before and not (photos / "sorted").exists()
+    assert call("predict", finished, photos, "--into", "copies", "--by", "copy") == 0
+    assert sum(path.is_file() and not path.is_symlink() for path in (here / "copies").rglob("*")) == N
+
+
+def test_what_sorting_could_not_do_is_told(finished, photos, here, monkeypatch, capsys):
+    def fail(*args):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", fail)
+    assert call("predict", finished, photos, "--into", "sorted") == 0
+    assert "20 files were copied, since links cannot be made in sorted" in capsys.readouterr().out
+
+
+def test_predict_writes_parquet_by_the_ending(finished, photos, here, monkeypatch, capsys):
+    pq = pytest.importorskip("pyarrow.parquet")
+    assert call("predict", finished, photos, "--out", "a.parquet") == 0
+    table = pq.read_table("a.parquet")
+    assert table["path"].to_pylist() == [row["path"] for row in rows(finished / "assignments.csv")]
+    assert (here / "a-skipped.csv").exists()
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    said = refused(capsys, "predict", finished, photos, "--out", "b.parquet")
+    assert 'pip install "semclust[parquet]"' in said
+
+
+def test_an_interruption_of_predict_leaves_nothing(finished, photos, here, monkeypatch, capsys):
+    from semclust.predictor import Predictor
+
+    def stop(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Predictor, "__call__", stop)
+    assert call("predict", finished, photos, "--into", "sorted", "--embeddings") == 130
+    assert os.listdir(here) == []
+
+
+def test_a_killed_predict_leaves_no_half_table(finished, photos, here):
+    """Killed while it writes: there is no file under the final name."""
+    code = (
+        "import os, signal, sys\n"
+        "from semclust.cli import main\n"
+        "from semclust.predictor import Predictor\n"
+        "def die(*args): os.kill(os.getpid(), signal.SIGKILL)\n"
+        "Predictor.__call__ = die\n"
+        f"main(['predict', {str(finished)!r}, {str(photos)!r}, '--into', 'sorted'])\n"
+    )
+    assert shell("-c", code).returncode == -signal.SIGKILL
+    assert all(name.startswith(".") for name in os.listdir(here))
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_the_bar_of_predict(array):
+    out, text = console(True)
+    with assigning(out) as (on_image, on_part):
+        if not array:
+            for _ in range(1500):
+                on_image(3000)
+        on_part(1024)
+    assert ("1,024" if array else "1,500") in text.getvalue() and "images/s" in text.getvalue()
+
+
+def test_onnx_from_the_command_line(run, here, capsys):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    assert call("merge", run, 0, 1) == 0
+    capsys.readouterr()
+    assert call("export", run, "--format", "onnx") == 0
+    said = capsys.readouterr()
+    assert re.search(r"largest difference .*: \d(\.\d)?e-0[6-9]; written to photos\.onnx\n$", said.out)
+    assert said.out.count("\n") == 1 and said.err == ""
+    session = onnxruntime.InferenceSession("photos.onnx", providers=["CPUExecutionProvider"])
+    p, q = session.run(None, {"images": noisy_groups(N, size=16)})
+    np.testing.assert_allclose(q, np.load(run / "embeddings.npy"), atol=1e-5)
+    assert (np.array([0, 2])[p.argmax(1)] == read_assignments(run / "assignments.csv")[1]).all()
 
 
 # ---- other processes ---------------------------------------------------------------------------------

@@ -154,6 +154,17 @@ def test_more_images_than_one_batch_of_prediction(fitted):
     np.testing.assert_allclose(p[600:700], fitted.predict_proba(new[600:700]), atol=1e-5)
 
 
+def test_parts_without_an_image_are_passed_over(fitted, monkeypatch):
+    new = grey(30, seed=9)
+    parts = [make_images(0), *fitted.predictor_.stream(new), make_images(0)]
+    expected = fitted.predict(new)
+    monkeypatch.setattr(type(fitted.predictor_), "stream", lambda *_: iter(parts))
+    np.testing.assert_array_equal(fitted.predict(new), expected)
+    monkeypatch.setattr(type(fitted.predictor_), "stream", lambda *_: iter(parts[:1]))
+    with pytest.raises(InputError, match="no image that could be read"):
+        fitted.predict(new)
+
+
 def test_new_images_of_another_size_and_colour_are_brought_to_the_fitted_ones(fitted, tmp_path):
     """A grey 8 x 8 model takes files of 16 x 16 in colour."""
     assert fitted.predict(sources("folder", tmp_path)).shape == (N,)
@@ -433,6 +444,106 @@ def test_an_augmentation_of_ones_own(tmp_path):
     assert set(calls) == {torch.Size([20, 1, 8, 8])}
     model.save(tmp_path)
     assert "mirror" in json.loads((tmp_path / "config.json").read_text())["settings"]["augment"]
+
+
+# ---- groups after the fit ----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sharp(fitted) -> SemanticClusterer:
+    """The same model, only surer of itself, so that images stay in clusters that are not merged."""
+    model = copy.deepcopy(fitted)
+    linear, mean = model.predictor_.network.classifier.linear, torch.from_numpy(model.embedding_.mean(0))
+    with torch.no_grad():
+        linear.weight.mul_(50)
+        linear.bias.copy_(-linear.weight @ mean / model.temperature)
+    model._fitted_p = model.predict_proba(grey())
+    return model._follow()
+
+
+def regrouped(fitted) -> SemanticClusterer:
+    return copy.deepcopy(fitted).merge([0, 1]).rename(2, "ships")
+
+
+def follows(model: SemanticClusterer, p: np.ndarray, ids: list[int]) -> None:
+    """Everything that the model tells is by the columns ``p`` for the clusters ``ids``."""
+    assert model.clusters_.tolist() == ids
+    np.testing.assert_allclose(model.predict_proba(grey()), p, atol=1e-6)
+    np.testing.assert_array_equal(model.predict(grey()), np.array(ids)[p.argmax(1)])
+    np.testing.assert_array_equal(model.probabilities_, p)
+    np.testing.assert_array_equal(model.labels_, np.array(ids)[p.argmax(1)])
+
+
+def test_everything_follows_a_merge_and_its_undoing(sharp):
+    p = sharp.probabilities_
+    model = regrouped(sharp)
+    follows(model, np.stack([p[:, 0] + p[:, 1], p[:, 2]], axis=1), [0, 2])
+    assert set(model.labels_) == {0, 2}
+    assert model.cluster_names_ == {2: "ships"}
+    np.testing.assert_array_equal(model.embedding_, sharp.embedding_)
+    assert model.rename("ships", "boats").cluster_names_ == {2: "boats"}
+    assert model.undo().cluster_names_ == {2: "ships"}
+    follows(model.undo().undo(), p, [0, 1, 2])
+    assert model.cluster_names_ == {}
+    np.testing.assert_array_equal(model.transform(grey()), sharp.transform(grey()))
+
+
+def test_reduce_leaves_the_number_asked_for(fitted):
+    model = copy.deepcopy(fitted).reduce(2)
+    assert len(model.clusters_) == 2 and model.predict_proba(grey()).shape == (N, 2)
+    assert set(model.labels_) <= set(model.clusters_)
+    follows(model.undo(), fitted.probabilities_, [0, 1, 2])
+
+
+def test_groups_are_saved_and_loaded(fitted, tmp_path):
+    model = regrouped(fitted)
+    model.save(tmp_path)
+    loaded = SemanticClusterer.load(tmp_path)
+    assert loaded.clusters_.tolist() == [0, 2] and loaded.cluster_names_ == {2: "ships"}
+    np.testing.assert_array_equal(loaded.predict(grey()), model.predict(grey()))
+    np.testing.assert_array_equal(loaded.undo().undo().predict(grey()), fitted.predict(grey()))
+    with pytest.raises(InputError, match="images of the fit"):
+        loaded.reduce(2)
+    fitted.save(tmp_path)  # over it: its groups go with it
+    assert SemanticClusterer.load(tmp_path).clusters_.tolist() == [0, 1, 2]
+
+
+def test_a_new_fit_starts_without_groups(fitted):
+    assert regrouped(fitted).fit(grey()).clusters_.tolist() == [0, 1, 2]
+
+
+def test_steps_that_cannot_be_taken_change_nothing(fitted):
+    model = copy.deepcopy(fitted)
+    for step in (lambda: model.merge([1]), lambda: model.rename(0, "7"), lambda: model.reduce(5), lambda: model.undo()):
+        with pytest.raises(InputError):
+            step()
+    follows(model, fitted.probabilities_, [0, 1, 2])
+    for call in (lambda: small().merge([0, 1]), lambda: small().undo(), lambda: small().reduce(2)):
+        with pytest.raises(NotFittedError):
+            call()
+
+
+def test_a_run_folder_brings_its_results(tmp_path):
+    images, settings = make_images(), tiny(backbone="resnet18", width=2)
+    run = RunFolder.create(tmp_path, "run")
+    run.write_config({})
+    done = fitting.fit(images, settings, run=run)
+    done.predictor.save(run.model)
+    run.write_results(images.names, done.p, done.q, {})
+    loaded = SemanticClusterer.load(run.path)
+    assert loaded.names_ == images.names
+    np.testing.assert_array_equal(loaded.labels_, done.labels)
+    np.testing.assert_array_equal(loaded.probabilities_, done.p)
+    np.testing.assert_array_equal(loaded.embedding_, done.q)
+    assert len(loaded.reduce(2).clusters_) == 2
+    groups = loaded.predictor_.groups
+    run.write_groups(groups)
+    again = SemanticClusterer.load(run.path)
+    np.testing.assert_array_equal(again.labels_, loaded.labels_)
+    assert not hasattr(SemanticClusterer.load(run.model), "labels_")
+    np.save(run.probabilities, done.p[:-1])
+    with pytest.raises(DamagedFileError, match="probabilities of the shape"):
+        SemanticClusterer.load(run.path)
 
 
 # ---- what is refused ---------------------------------------------------------------------------------

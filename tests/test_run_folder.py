@@ -5,45 +5,17 @@ import json
 import math
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 from semclust import __version__
+from semclust.assignments import ASSIGNMENTS, read_assignments
 from semclust.errors import DamagedFileError, InputError
-from semclust.run_folder import (
-    ASSIGNMENTS,
-    RunFolder,
-    fingerprint,
-    free_path,
-    read_assignments,
-    write_assignments,
-)
+from semclust.run_folder import RunFolder, fingerprint
 from semclust.storage import write_tensors
-
-ODD_NAMES = [
-    "plain.png",
-    "folder/in/folder.png",
-    "comma, and space .png",
-    'quote " and "" quotes.png',
-    "line\nbreak.png",
-    "carriage\rreturn.png",
-    "both\r\n.png",
-    "ünï-文字-🎉.png",
-    os.fsdecode(b"not utf-8 \xff\xfe.png"),
-    "=formula.png",
-    "[red]markup[/red].png",
-    "",
-    "  ",
-    "'single.png",
-    "\ttab;semicolon|.png",
-    "\ufeffmark.png",
-]
 
 
 def row(epoch: int, **more):
@@ -216,69 +188,6 @@ def test_a_checkpoint_of_another_format_is_refused(run, about):
 # ---- results -----------------------------------------------------------------------------------------
 
 
-def test_an_assignment_tells_cluster_confidence_runner_up_and_margin(tmp_path):
-    p = np.array([[0.2, 0.7, 0.1], [0.5, 0.25, 0.25], [1 / 3, 1 / 3, 1 / 3]])
-    write_assignments(tmp_path / "a.csv", ["x", "y", "z"], p)
-    assert (tmp_path / "a.csv").read_text().splitlines() == [
-        "path,cluster,confidence,runner_up,margin",
-        "x,1,0.7000,0,0.5000",
-        "y,0,0.5000,1,0.2500",
-        "z,0,0.3333,1,0.0000",
-    ]
-
-
-def test_the_cluster_of_an_assignment_is_the_argmax(tmp_path):
-    p = np.random.default_rng(0).random((200, 5)).round(1)  # with ties
-    write_assignments(tmp_path / "a.csv", list(map(str, range(200))), p)
-    assert (read_assignments(tmp_path / "a.csv")[1] == p.argmax(1)).all()
-
-
-@pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
-def test_any_name_comes_back(tmp_path, name):
-    names = ["first.png", name, "last.png"]
-    write_assignments(tmp_path / "a.csv", names, np.eye(3))
-    assert read_assignments(tmp_path / "a.csv")[0] == names
-    assert read_assignments(tmp_path / "a.csv")[1].tolist() == [0, 1, 2]
-
-
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    st.lists(
-        st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=8), min_size=1, max_size=6
-    )
-)
-@example(["\r", "\n", '"', ",", "\r\n", "a\rb"])
-def test_any_names_come_back(names):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "a.csv")
-        write_assignments(path, names, np.tile([0.25, 0.75], (len(names), 1)))
-        assert read_assignments(path)[0] == names
-
-
-def test_names_that_are_not_utf8_keep_their_bytes(tmp_path):
-    write_assignments(tmp_path / "a.csv", [os.fsdecode(b"\xff.png")], np.array([[0.5, 0.5]]))
-    assert b"\xff.png,0," in (tmp_path / "a.csv").read_bytes()
-
-
-def test_assignments_need_one_name_for_each_row(tmp_path):
-    with pytest.raises(ValueError):
-        write_assignments(tmp_path / "a.csv", ["x"], np.eye(2))
-    assert not (tmp_path / "a.csv").exists()
-
-
-def test_missing_assignments_tell_the_next_step(run):
-    with pytest.raises(InputError, match="--resume") as caught:
-        read_assignments(run.assignments)
-    assert str(run.path) in str(caught.value)
-
-
-@pytest.mark.parametrize("content", ["path,group\nx,1\n", "path,cluster\nx,one\n", "path,cluster\nx\n"])
-def test_damaged_assignments_are_named(run, content):
-    run.assignments.write_text(content)
-    with pytest.raises(DamagedFileError, match=r"assignments\.csv.*path, cluster, confidence"):
-        read_assignments(run.assignments)
-
-
 def test_results_are_written(run):
     p, q = np.array([[0.9, 0.1], [0.3, 0.7]], np.float32), np.eye(2, 5, dtype=np.float32)
     run.write_results(["a", "b"], p, q, {"score": 0.5})
@@ -322,18 +231,6 @@ def test_a_run_folder_keeps_no_half_files(run, monkeypatch):
 
 
 # ---- small helpers -----------------------------------------------------------------------------------
-
-
-def test_a_free_path_does_not_exist(tmp_path):
-    path = tmp_path / "a.b-clusters.csv"
-    assert free_path(path) == path
-    path.touch()
-    assert free_path(path) == tmp_path / "a.b-clusters-2.csv"
-    (tmp_path / "a.b-clusters-2.csv").mkdir()
-    (tmp_path / "a.b-clusters-3.csv").symlink_to(tmp_path / "nowhere")
-    assert free_path(path) == tmp_path / "a.b-clusters-4.csv"
-    (tmp_path / "plain").touch()
-    assert free_path(tmp_path / "plain") == tmp_path / "plain-2"
 
 
 def test_the_fingerprint_is_taken_piece_by_piece(tmp_path, monkeypatch):

@@ -14,7 +14,16 @@ from torch.testing import assert_close
 
 from semclust import storage
 from semclust.errors import DamagedFileError
-from semclust.storage import load_into, read_json, read_tensors, write_json, write_tensors, write_whole
+from semclust.storage import (
+    WholeFile,
+    free_path,
+    load_into,
+    read_json,
+    read_tensors,
+    write_json,
+    write_tensors,
+    write_whole,
+)
 
 TENSORS = {"b": torch.arange(6.0).reshape(2, 3), "a": torch.tensor([1, 2]), "scalar": torch.tensor(3.5)}
 
@@ -270,3 +279,47 @@ def test_a_state_that_does_not_fit_names_the_file(tmp_path, state):
     with pytest.raises(DamagedFileError, match="does not fit") as caught:
         load_into(nn.Linear(2, 3), state, tmp_path / "model.safetensors")
     assert str(tmp_path / "model.safetensors") in str(caught.value)
+
+
+# ---- files that are written bit by bit ---------------------------------------------------------------
+
+
+def test_a_whole_file_appears_at_the_end(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("old")
+    with WholeFile(path) as file:
+        file.write(b"new")
+        assert path.read_text() == "old"
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["a.csv"]
+
+
+@pytest.mark.parametrize("failure", [OSError, KeyboardInterrupt])
+def test_a_file_that_breaks_off_leaves_no_trace(tmp_path, failure):
+    path = tmp_path / "a.csv"
+    path.write_text("old")
+    with pytest.raises(failure), WholeFile(path) as file:
+        file.write(b"new")
+        raise failure
+    assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.csv"]
+
+
+def test_a_new_file_takes_a_name_that_is_free_at_the_end(tmp_path):
+    whole = WholeFile(tmp_path / "a.csv", replace=False)
+    with whole as file:
+        file.write(b"new")
+        (tmp_path / "a.csv").write_text("of another process")
+    assert whole.path == tmp_path / "a-2.csv" and whole.path.read_text() == "new"
+    assert (tmp_path / "a.csv").read_text() == "of another process"
+    assert sorted(os.listdir(tmp_path)) == ["a-2.csv", "a.csv"]
+
+
+def test_a_free_path_does_not_exist(tmp_path):
+    path = tmp_path / "a.b-clusters.csv"
+    assert free_path(path) == path
+    path.touch()
+    assert free_path(path) == tmp_path / "a.b-clusters-2.csv"
+    (tmp_path / "a.b-clusters-2.csv").mkdir()
+    (tmp_path / "a.b-clusters-3.csv").symlink_to(tmp_path / "nowhere")
+    assert free_path(path) == tmp_path / "a.b-clusters-4.csv"
+    (tmp_path / "plain").touch()
+    assert free_path(tmp_path / "plain") == tmp_path / "plain-2"

@@ -4,6 +4,11 @@ semclust fit photos/ -k 20
 semclust fit --resume runs/photos
 semclust predict runs/photos new/
 semclust evaluate runs/photos --labels labels.csv
+semclust merge runs/photos 3 7
+semclust rename runs/photos 2 ships
+semclust reduce runs/photos --to 8
+semclust undo runs/photos
+semclust export runs/photos --format onnx
 """
 
 import contextlib
@@ -28,10 +33,10 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console
 
+    from semclust.groups import Groups
     from semclust.run_folder import RunFolder
 
 INTERRUPTED = 130
-FEW = 10  # images whose clusters `predict` shows on the screen
 
 
 @dataclass(kw_only=True)
@@ -69,8 +74,15 @@ class Predict:
     """A run folder of `semclust fit`, or a model folder."""
     data: Annotated[str, arg(metavar="DATA"), tyro.conf.Positional]
     """A folder of images, an image, or anything else that `semclust fit` takes."""
-    out: Annotated[Path | None, arg(metavar="CSV")] = None
-    """File to write; one that exists is never overwritten. By default DATA-clusters.csv, here."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """File to write, CSV or, where it ends in .parquet, Parquet; one that exists is never overwritten. By default
+    DATA-clusters.csv, here."""
+    embeddings: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Write the embeddings too, in the same order, to a .npy file beside it."""
+    into: Annotated[Path | None, arg(metavar="DIR")] = None
+    """Make this folder, with a folder for each cluster and its images inside. The originals stay where they are."""
+    by: Literal["link", "copy", "hardlink"] = "link"
+    """What --into puts there; where the file system cannot link, copies."""
     device: str = "auto"
     """cpu, cuda, mps; auto: a GPU where there is one."""
 
@@ -87,11 +99,70 @@ class Evaluate:
     with .cls, a benchmark)."""
 
 
+@dataclass
+class Merge:
+    """Make one cluster of several. It keeps the smallest id; no other id changes."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+    clusters: Annotated[tuple[str, ...], arg(metavar="CLUSTER CLUSTER ..."), tyro.conf.Positional]
+    """Two or more, by id or name."""
+
+
+@dataclass
+class Rename:
+    """Give a cluster a name."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+    cluster: Annotated[str, arg(metavar="CLUSTER"), tyro.conf.Positional]
+    """Its id, or the name it has."""
+    name: Annotated[str, arg(metavar="NAME"), tyro.conf.Positional]
+    """Any text on one line that no other cluster has, and no number."""
+
+
+@dataclass
+class Reduce:
+    """Merge the two closest clusters, again and again, until fewer are left."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+    to: int
+    """Number of clusters to be left, at least 2."""
+
+
+@dataclass
+class Undo:
+    """Take back the last merge, rename or reduce."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+
+
+@dataclass
+class Export:
+    """Write the model as ONNX, or the assignments as Parquet."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`; for ONNX also a model folder."""
+    format: Literal["onnx", "parquet"]
+    """onnx: images in, probabilities and embedding out. parquet: the table of assignments."""
+    out: Annotated[Path | None, arg(metavar="FILE")] = None
+    """File to write; one that exists is never overwritten. By default RUN.onnx, here, or assignments.parquet in the
+    run folder, where it then follows merges as assignments.csv does."""
+
+
 Command = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Predict, tyro.conf.subcommand("predict")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Merge, tyro.conf.subcommand("merge")]
+    | Annotated[Rename, tyro.conf.subcommand("rename")]
+    | Annotated[Reduce, tyro.conf.subcommand("reduce")]
+    | Annotated[Undo, tyro.conf.subcommand("undo")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
 )
+AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -122,7 +193,7 @@ def end(message: str, status: int = 1) -> NoReturn:
     raise SystemExit(status) from None
 
 
-def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
+def run_command(command: AnyCommand, argv: list[str]) -> None:
     from rich.console import Console
 
     console = Console(soft_wrap=not sys.stdout.isatty())
@@ -130,11 +201,15 @@ def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
         fit(command, argv, console)
     elif isinstance(command, Predict):
         predict(command, console)
-    else:
+    elif isinstance(command, Evaluate):
         evaluate(command, console)
+    elif isinstance(command, Export):
+        export(command, console)
+    else:
+        regroup(command, console)
 
 
-def parse(argv: list[str]) -> Fit | Predict | Evaluate:
+def parse(argv: list[str]) -> AnyCommand:
     """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
     default: Any = tyro.MISSING
     if argv[:1] == ["fit"]:
@@ -209,42 +284,161 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
     summary = fitting.summarise(fitted, images)
+    groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
     fitted.predictor.save(run.model)
-    run.write_results(images.names, fitted.p, fitted.q, summary)
+    run.write_results(images.names, fitted.p, fitted.q, summary, groups)
     show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
     console.print(f"{summary['seconds']:.0f} s; run folder: {printable(str(run.path))}", markup=False, highlight=False)
 
 
 def predict(command: Predict, console: "Console") -> None:
     from semclust import metrics
+    from semclust.assigning import FEW, assign
+    from semclust.assignments import is_parquet, need_parquet
     from semclust.devices import choose_device
     from semclust.display import printable
     from semclust.predictor import Predictor
-    from semclust.run_folder import assignment_rows, free_path, model_folder, write_assignments
+    from semclust.run_folder import model_folder
+    from semclust.sorting import check_folder
 
-    if command.out and command.out.exists():
-        raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
-    if command.out and not command.out.parent.is_dir():
-        raise InputError(f"There is no folder {str(command.out.parent)!r} for --out; make it, or choose another.")
+    def say(text: str, style: str | None = None) -> None:
+        console.print(printable(text), style=style, markup=False, highlight=False)
+
+    check_out(command.out)
+    if command.out and is_parquet(command.out):
+        need_parquet()
+    if command.into:
+        check_folder(command.into, command.data)
     predictor = Predictor.load(model_folder(command.run))
-    with reading(console) as on_image:
-        images = predictor.open(command.data, on_image)
-    p, _ = predictor(images.pixels, choose_device(command.device))
-    out = command.out or free_path(Path(f"{images.source}-clusters.csv"))
-    write_assignments(out, images.names, p)
-    for name, reason in images.skipped:
-        console.print(f"skipped {name!r}: {reason}", markup=False, highlight=False)
-    if images.labels is not None:
-        console.print(metrics.in_words(metrics.evaluate(p.argmax(1), images.labels)))
-    if len(p) <= FEW:
-        for name, cluster, confidence, *_ in assignment_rows(images.names, p):
-            shown = f"{printable(name)}: cluster {cluster}, confidence {confidence}"
-            console.print(shown, markup=False, highlight=False)
-    console.print(
-        f"{len(p):,} {'image' if len(p) == 1 else 'images'} assigned; written to {printable(str(out))}",
-        markup=False,
-        highlight=False,
-    )
+    device = choose_device(command.device)
+    with assigning(console) as (on_image, on_part):
+        done = assign(
+            predictor,
+            command.data,
+            device,
+            out=command.out,
+            embeddings=command.embeddings,
+            into=command.into,
+            by=command.by,
+            on_image=on_image,
+            on_part=on_part,
+        )
+    if done.n_skipped:
+        say(f"{done.n_skipped:,} files could not be read and were skipped: {done.skipped}", "yellow")
+    if done.figures:
+        console.print(metrics.in_words(done.figures))
+    if done.n_images <= FEW:
+        for name, cluster, confidence, *_ in done.few:
+            say(f"{name}: cluster {predictor.groups.title(cluster)}, confidence {confidence}")
+    if folder := done.sorted_folder:
+        if folder.copied_instead:
+            say(f"{folder.copied_instead:,} files were copied, since links cannot be made in {folder.path}", "yellow")
+        for name, reason in folder.failed[:FEW]:
+            say(f"not in {folder.path}: {name}: {reason}", "yellow")
+        sorted_images = done.n_images - len(folder.failed)
+        say(f"{sorted_images:,} {'image' if sorted_images == 1 else 'images'} sorted into {folder.path}")
+    if done.embeddings:
+        say(f"embeddings: {done.embeddings}")
+    say(f"{done.n_images:,} {'image' if done.n_images == 1 else 'images'} assigned; written to {done.table}")
+
+
+def check_out(path: Path | None) -> None:
+    """Raise InputError where ``path`` was asked for and cannot be a new file."""
+    if path and (path.exists() or path.is_symlink()):
+        raise InputError(f"{str(path)!r} exists and is not overwritten; choose another --out.")
+    if path and not path.parent.is_dir():
+        raise InputError(f"There is no folder {str(path.parent)!r} for --out; make it, or choose another.")
+
+
+@contextlib.contextmanager
+def assigning(console: "Console") -> Iterator[tuple[Callable[[int], None], Callable[[int], None]]]:
+    """A progress bar for images that are assigned. They are counted as their files are read; where they are no files,
+    part by part."""
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("assigning images"), BarColumn(bar_width=20), TextColumn("{task.completed:,}"))
+    speed = TextColumn("{task.fields[speed]}")
+    with Progress(
+        *columns, speed, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("", total=None, visible=False, speed="")
+        task = progress.tasks[0]
+        by_file = False
+
+        def show(completed: int, total: int | None) -> None:
+            speed = f"{completed / max(1e-9, task.elapsed or 0):,.0f} images/s"
+            progress.update(bar, completed=completed, total=total, visible=True, speed=speed)
+
+        def on_image(total: int) -> None:
+            nonlocal by_file
+            by_file = True
+            show(int(task.completed) + 1, total)
+
+        def on_part(n_images: int) -> None:
+            if not by_file:
+                show(n_images, None)
+
+        yield on_image, on_part
+
+
+def regroup(command: Merge | Rename | Reduce | Undo, console: "Console") -> None:
+    from semclust.display import printable, show_groups
+    from semclust.groups import Groups
+    from semclust.run_folder import RunFolder
+
+    run = RunFolder.open_finished(command.run)
+    groups = Groups.read(run.model)
+    said = change(command, groups, run)
+    sizes = run.write_groups(groups)
+    show_groups(console, groups, sizes)
+    undo = f"; to take it back: {own_name()} undo {run.path}" if not isinstance(command, Undo) else ""
+    console.print(printable(f"{said}{undo}"), markup=False, highlight=False, soft_wrap=True)
+    if (run.path / "report.html").exists():
+        told = f"report.html still shows the clusters as they were; renew it: {own_name()} report {run.path}"
+        console.print(printable(told), markup=False, highlight=False, soft_wrap=True)
+
+
+def change(command: Merge | Rename | Reduce | Undo, groups: "Groups", run: "RunFolder") -> str:
+    """Take the step that a command asks for, and tell it in words."""
+    if isinstance(command, Merge):
+        return f"merged into cluster {groups.title(groups.merge(command.clusters))}"
+    if isinstance(command, Rename):
+        return f"named cluster {groups.title(groups.rename(command.cluster, command.name))}"
+    if isinstance(command, Reduce):
+        _, p, q = run.read_results(groups.n_clusters)
+        pairs = ", ".join(f"{b} into {a}" for a, b in groups.reduce(command.to, p, q))
+        return f"merged {pairs}"
+    ((kind, _),) = groups.undo().items()
+    return f"undone: {kind}; steps left to undo: {len(groups.steps)}"
+
+
+def export(command: Export, console: "Console") -> None:
+    from semclust.display import printable
+
+    check_out(command.out)
+    if command.format == "onnx":
+        from semclust.export import export_onnx
+        from semclust.predictor import Predictor
+        from semclust.run_folder import model_folder
+        from semclust.storage import free_path
+
+        predictor = Predictor.load(model_folder(command.run))
+        out = command.out or free_path(Path(f"{command.run.resolve().name}.onnx"))
+        difference = export_onnx(predictor, out)
+        said = f"largest difference from the model on random images: {difference:.1g}; written to {out}"
+    else:
+        from semclust.assignments import is_parquet, need_parquet
+        from semclust.groups import Groups
+        from semclust.run_folder import RunFolder
+
+        need_parquet()
+        run = RunFolder.open_finished(command.run)
+        out = command.out or run.parquet
+        if not is_parquet(out):
+            raise InputError(f"--out {str(out)!r}: expected a name that ends in .parquet.")
+        sizes = run.write_tables([out], Groups.read(run.model))
+        said = f"{sizes.sum():,} rows written to {out}"
+    console.print(printable(said), markup=False, highlight=False, soft_wrap=True)
 
 
 def evaluate(command: Evaluate, console: "Console") -> None:
@@ -253,11 +447,14 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     from rich.table import Table
 
     from semclust import metrics
-    from semclust.run_folder import RunFolder, read_assignments
+    from semclust.assignments import read_assignments
+    from semclust.display import printable
+    from semclust.run_folder import RunFolder
     from semclust.truth import read_labels
 
     run = RunFolder.open(command.run)
     names, clusters = read_assignments(run.assignments)
+    groups = run.read_groups(int(clusters.max()) + 1)
     labels = read_labels(command.labels, names) if command.labels else labels_of(run, names)
     console.print(metrics.in_words(metrics.evaluate(clusters, labels)))
     table = Table(title="images of each class in each cluster", title_justify="left")
@@ -265,7 +462,7 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     for name in np.unique(labels):
         table.add_column(escape(str(name)), justify="right")
     for cluster, row in zip(np.unique(clusters), metrics.contingency(clusters, labels), strict=True):
-        table.add_row(str(cluster), *(f"{n:,}" if n else "." for n in row))
+        table.add_row(escape(printable(groups.title(int(cluster)))), *(f"{n:,}" if n else "." for n in row))
     console.print(table)
 
 

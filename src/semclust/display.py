@@ -9,6 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Table
 
 from semclust.fitting import Watcher
+from semclust.groups import Groups
 from semclust.metrics import in_words
 from semclust.train import Training
 
@@ -114,6 +115,18 @@ def show_clusters(console: Console, summary: dict[str, Any], names: list[str], l
     if "acc" in summary:
         console.print(f"{in_words(summary)}  (labels were used for this line only)")
     console.print(f"label-free score {summary['score']:.4f}")
+
+
+def show_groups(console: Console, groups: Groups, sizes: Any) -> None:
+    """The clusters that remain, with their names and sizes (by id)."""
+    table = Table(title=f"{sizes.sum():,} images in {len(groups.ids)} clusters", title_justify="left")
+    for title in ("cluster", "images", "share"):
+        table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
+    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    for cluster in groups.ids:
+        name = escape(printable(groups.names.get(cluster, "")))
+        table.add_row(str(cluster), f"{sizes[cluster]:,}", f"{sizes[cluster] / sizes.sum():.1%}", name)
+    console.print(table)
 
 
 def printable(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from semclust.config import Settings, check, values
 from semclust.data import Images, open_images
 from semclust.devices import choose_device
 from semclust.display import Display
+from semclust.errors import InputError
+from semclust.groups import Groups
 from semclust.predictor import Predictor
-from semclust.run_folder import model_folder
+from semclust.run_folder import RunFolder, model_folder
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -31,12 +34,17 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
 
     Attributes after ``fit``:
         labels_         cluster of each image, 0 the largest cluster
-        probabilities_  n x C
+        probabilities_  n x R, for the clusters in clusters_
         embedding_      n x d, unit vectors
+        clusters_       ids of the clusters: 0 to C - 1, less those that were merged into others since
+        cluster_names_  names by id, of clusters that were given one
         history_        one dictionary of figures an epoch
         names_          name of each image: its path, or its row number
         skipped_        (name, reason) of files that could not be read
         predictor_      the model itself
+
+    ``merge``, ``rename``, ``reduce`` and ``undo`` change the clusters after the fit, and all of the above and every
+    prediction follow. Ids stay what they were: merging 3 and 7 leaves 3, and no other is renumbered.
 
     >>> SemanticClusterer(n_clusters=10).fit_predict(images)  # doctest: +SKIP
     """
@@ -63,16 +71,47 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
         return self.fit(X).labels_
 
     def predict(self, X: Any) -> np.ndarray:
-        """The most likely cluster of each image."""
-        return self.predict_proba(X).argmax(1)
+        """The most likely cluster of each image: one of ``clusters_``."""
+        most_likely = self.predict_proba(X).argmax(1)
+        return self.clusters_[most_likely]
 
     def predict_proba(self, X: Any) -> np.ndarray:
-        """Probability of each cluster: n x C."""
+        """Probability of each cluster: n x R, in the order of ``clusters_``."""
         return self._apply(X)[0]
 
     def transform(self, X: Any) -> np.ndarray:
         """Embedding of each image: n x d, unit vectors."""
         return self._apply(X)[1]
+
+    def merge(self, clusters: Sequence[int | str]) -> "SemanticClusterer":
+        """Make one cluster of several, given by id or name; it keeps the smallest id."""
+        self._groups.merge(clusters)
+        return self._follow()
+
+    def rename(self, cluster: int | str, name: str) -> "SemanticClusterer":
+        """Give a cluster a name: some text that no other cluster has, and no number."""
+        self._groups.rename(cluster, name)
+        return self._follow()
+
+    def reduce(self, to: int) -> "SemanticClusterer":
+        """Merge the closest two clusters, again and again, until ``to`` are left.
+
+        Close are clusters whose images have mean embeddings of a high cosine, so the images of the fit are needed:
+        a model loaded from a run folder has them, one loaded from a model folder does not.
+        """
+        groups = self._groups
+        if not hasattr(self, "_fitted_p"):
+            raise InputError(
+                "reduce needs the images of the fit, which a model folder does not hold; load the run folder, "
+                "or name the clusters to merge: merge([3, 7])."
+            )
+        groups.reduce(to, self._fitted_p, self.embedding_)
+        return self._follow()
+
+    def undo(self) -> "SemanticClusterer":
+        """Take back the last ``merge``, ``rename`` or ``reduce``."""
+        self._groups.undo()
+        return self._follow()
 
     def save(self, path: str | Path) -> None:
         """Write the model into the folder ``path``: safetensors and JSON, no pickle."""
@@ -81,26 +120,48 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
 
     @classmethod
     def load(cls, path: str | Path, backbone: nn.Module | None = None) -> "SemanticClusterer":
-        """A model that ``save`` wrote, or a run folder of ``semclust fit``. It predicts at once."""
+        """A model that ``save`` wrote, or a run folder of ``semclust fit``. It predicts at once; from a run folder
+        also ``labels_``, ``probabilities_``, ``embedding_`` and ``names_`` are there, the arrays mapped from disk."""
         predictor = Predictor.load(model_folder(Path(path)), backbone)
         made = cls(**values(predictor.settings))
         made.predictor_ = predictor
-        return made
+        run = RunFolder(Path(path))
+        if run.probabilities.exists():
+            made.names_, made._fitted_p, made.embedding_ = run.read_results(predictor.settings.n_clusters)
+        return made._follow()
+
+    @property
+    def _groups(self) -> Groups:
+        check_is_fitted(self)
+        return self.predictor_.groups
+
+    def _follow(self) -> "SemanticClusterer":
+        """Let the attributes follow the groups."""
+        self.clusters_, self.cluster_names_ = np.array(self._groups.ids), dict(self._groups.names)
+        if hasattr(self, "_fitted_p"):
+            self.probabilities_ = self._groups.apply(self._fitted_p)
+            self.labels_ = self.clusters_[self.probabilities_.argmax(1)]
+        return self
 
     def _settings(self) -> Settings:
         return Settings(**values(self))
 
     def _take(self, fitted: fitting.Fitted, images: Images) -> "SemanticClusterer":
         self.predictor_, self.history_ = fitted.predictor, fitted.history
-        self.labels_, self.probabilities_, self.embedding_ = fitted.labels, fitted.p, fitted.q
+        self._fitted_p, self.embedding_ = fitted.p, fitted.q  # n x C: what the clusters are regrouped from
         self.names_, self.skipped_ = images.names, images.skipped
         for message in fitted.warnings:
             warnings.warn(message, stacklevel=3)
         if images.skipped:
             warnings.warn(f"{len(images.skipped)} files could not be read: see skipped_.", stacklevel=3)
-        return self
+        return self._follow()
 
     def _apply(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
-        images = self.predictor_.open(X)
-        return self.predictor_(images.pixels, choose_device(self.device))
+        device = choose_device(self.device)
+        stream = self.predictor_.stream(X)  # a part may hold nothing but files that cannot be read
+        parts = [self.predictor_(images.pixels, device) for images in stream if images.names]
+        if not parts:
+            raise InputError("There is no image that could be read, so there is nothing to predict.")
+        p, q = zip(*parts, strict=True)
+        return np.concatenate(p), np.concatenate(q)

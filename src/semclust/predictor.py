@@ -1,9 +1,9 @@
 """The finished model: encoder and classifier without anything that only training needs.
 
-Shapes: N images, H x W pixels, c channels, C clusters, d representation.
+Shapes: N images, H x W pixels, c channels, C clusters of the fit, R of them that remain, d representation.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from semclust import __version__
 from semclust.backbones import build_backbone
 from semclust.config import Settings, check, from_json, to_json
-from semclust.data import Images, open_images
+from semclust.data import Images, stream_images
 from semclust.errors import DamagedFileError, InputError
+from semclust.groups import Groups
 from semclust.model import ClusterNetwork, Encoder, LinearClassifier, channels_last
 from semclust.storage import as_state, load_into, read_json, read_tensors, write_json, write_tensors
 from semclust.train import Learner
@@ -33,6 +34,7 @@ class Predictor:
     image_shape: tuple[int, int, int]  # H, W, c that the network was trained on
     value_range: tuple[float, float]  # of float arrays: what 0 and 255 stand for
     network: ClusterNetwork
+    groups: Groups  # what became of the clusters after the fit
 
     @classmethod
     def from_learner(
@@ -56,7 +58,8 @@ class Predictor:
         cls, settings: Settings, image_shape: tuple[int, int, int], value_range: tuple[float, float]
     ) -> "Predictor":
         with torch.random.fork_rng(devices=[]):  # the weights are about to be replaced: draw from no one's numbers
-            return cls(settings, image_shape, value_range, cls._blank_network(settings, image_shape))
+            network = cls._blank_network(settings, image_shape)
+        return cls(settings, image_shape, value_range, network, Groups(settings.n_clusters))
 
     @staticmethod
     def _blank_network(settings: Settings, image_shape: tuple[int, int, int]) -> ClusterNetwork:
@@ -82,14 +85,14 @@ class Predictor:
             linear.bias.copy_(linear.bias[order.tolist()])
         return order
 
-    def open(self, data: Any, on_image: Callable[[int], None] | None = None) -> Images:
-        """Images from any source, in the size, channels and range that the network was trained on."""
+    def stream(self, data: Any, on_image: Callable[[int], None] | None = None) -> Iterator[Images]:
+        """Images from any source, part by part, in the size, channels and range that the network was trained on."""
         H, W, c = self.image_shape
-        return open_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image)
+        return stream_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image)
 
     @torch.no_grad()
     def __call__(self, pixels: np.ndarray, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
-        """Probabilities (N x C) and embeddings (N x d, unit length) of N x H x W x c uint8 pixels."""
+        """Probabilities (N x R) and embeddings (N x d, unit length) of N x H x W x c uint8 pixels."""
         network = self.network.to(device)
         p: list[Tensor] = []
         q: list[Tensor] = []
@@ -98,10 +101,11 @@ class Predictor:
             x = part.permute(0, 3, 1, 2).float().div(255).contiguous(memory_format=torch.channels_last)
             for parts, result in zip((p, q), network(x), strict=True):
                 parts.append(result.cpu())
-        return torch.cat(p).numpy(), torch.cat(q).numpy()
+        return self.groups.apply(torch.cat(p).numpy()), torch.cat(q).numpy()
 
     def save(self, folder: Path) -> None:
-        """Write config.json and model.safetensors; an earlier model in ``folder`` is replaced, nothing else."""
+        """Write config.json, model.safetensors and, where there are steps, groups.json. An earlier model in ``folder``
+        is replaced, nothing else."""
         if folder.is_file() or ((folder / "config.json").exists() and not is_model(folder)):
             raise InputError(f"{str(folder)!r} holds something else than a model; choose another folder to save to.")
         folder.mkdir(parents=True, exist_ok=True)
@@ -114,6 +118,7 @@ class Predictor:
         }
         write_tensors(folder / "model.safetensors", self.network.state_dict(), {"format": FORMAT})
         write_json(folder / "config.json", about)
+        self.groups.write(folder)
 
     @classmethod
     def load(cls, folder: Path, backbone: nn.Module | None = None) -> "Predictor":
@@ -152,6 +157,7 @@ class Predictor:
         made = cls._blank(settings, (H, W, c), (low, high))
         tensors, _ = read_tensors(folder / "model.safetensors")
         load_into(made.network, tensors, folder / "model.safetensors")
+        made.groups = Groups.read(folder)
         return made
 
 

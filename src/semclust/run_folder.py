@@ -1,17 +1,18 @@
 """A run's folder: settings, one row an epoch, the last checkpoint, and at the end model and results.
 
-config.json      data source and every setting
-metrics.csv      one row an epoch
-last.ckpt        all training state after the last whole epoch (safetensors)
-model/           config.json and model.safetensors: what predicts
-assignments.csv  path, cluster, confidence, runner_up, margin
-embeddings.npy   one row an image, in the order of assignments.csv
-skipped.csv      files that could not be read, with the reason
-summary.json     final figures, time, versions
+config.json        data source and every setting
+metrics.csv        one row an epoch
+last.ckpt          all training state after the last whole epoch (safetensors)
+model/             config.json and model.safetensors: what predicts; groups.json, where clusters were regrouped
+assignments.csv    path, cluster, confidence, runner_up, margin; and name, where a cluster was given one
+probabilities.npy  of the clusters of the fit, in the same order: what the assignments are made from after a merge
+embeddings.npy     one row an image, in the order of assignments.csv
+skipped.csv        files that could not be read, with the reason
+summary.json       final figures, time, versions
 """
 
+import contextlib
 import csv
-import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,12 +22,14 @@ import numpy as np
 from torch import Tensor
 
 from semclust import __version__
-from semclust.arrays import chunks
+from semclust.arrays import chunks, numpy_file
+from semclust.assignments import assignments_file, csv_bytes, read_assignments, write_assignments
 from semclust.errors import DamagedFileError, InputError
-from semclust.storage import read_json, read_tensors, write_json, write_tensors, write_whole
+from semclust.groups import FILE, Groups
+from semclust.storage import WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
 
 FORMAT = 1
-ASSIGNMENTS = ("path", "cluster", "confidence", "runner_up", "margin")
+ROWS_AT_ONCE = 8192
 
 
 class RunFolder:
@@ -38,6 +41,9 @@ class RunFolder:
         self.checkpoint = path / "last.ckpt"
         self.model = path / "model"
         self.assignments = path / "assignments.csv"
+        self.parquet = path / "assignments.parquet"
+        self.probabilities = path / "probabilities.npy"
+        self.embeddings = path / "embeddings.npy"
 
     @classmethod
     def create(cls, parent: Path, name: str) -> "RunFolder":
@@ -133,12 +139,78 @@ class RunFolder:
         if skipped:
             write_whole(self.path / "skipped.csv", csv_bytes(("path", "reason"), skipped))
 
-    def write_results(self, names: Sequence[str], p: np.ndarray, q: np.ndarray, summary: dict[str, Any]) -> None:
-        write_assignments(self.assignments, names, p)
-        buffer = io.BytesIO()
-        np.save(buffer, q)
-        write_whole(self.path / "embeddings.npy", buffer.getvalue())
+    def write_results(
+        self, names: Sequence[str], p: np.ndarray, q: np.ndarray, summary: dict[str, Any], groups: Groups | None = None
+    ) -> None:
+        """p: N x C, of the clusters of the fit; the assignments are those of ``groups``."""
+        for path, array in ((self.probabilities, p), (self.embeddings, q)):
+            with WholeFile(path) as file:
+                np.save(file, array)
+        write_assignments(self.assignments, names, p, groups)
         write_json(self.path / "summary.json", summary)
+
+    # ---- groups after the fit --------------------------------------------------------------------
+
+    @classmethod
+    def open_finished(cls, path: Path) -> "RunFolder":
+        """A run whose results are there, to regroup or export them."""
+        run = cls.open(path)
+        if not run.assignments.exists() and not run.model.is_dir() and (path / "model.safetensors").exists():
+            raise InputError(
+                f"{str(path)!r} is a model folder; expected the run folder of `semclust fit`, such as runs/photos. "
+                "In Python a model of its own can be changed: SemanticClusterer.load(path).merge([3, 7])"
+            )
+        model_folder(path)  # tells where a run has not finished
+        return run
+
+    def read_groups(self, n_clusters: int) -> Groups:
+        """What was made of the ``n_clusters`` of the fit since; of a run that has not finished yet, nothing."""
+        return Groups.read(self.model) if (self.model / FILE).exists() else Groups(n_clusters)
+
+    def read_results(self, n_clusters: int) -> tuple[list[str], np.ndarray, np.ndarray]:
+        """Names, probabilities (N x C, of the clusters of the fit) and embeddings; the arrays are mapped."""
+        names, _ = read_assignments(self.assignments)
+        p, q = self._read_array(self.probabilities), self._read_array(self.embeddings)
+        if p.shape != (len(names), n_clusters) or len(q) != len(names):
+            raise DamagedFileError(
+                f"{self.path} holds probabilities of the shape {p.shape}, {len(q)} embeddings and {len(names)} "
+                f"assignments; expected as many of each, and {n_clusters} clusters. `semclust fit --resume {self.path}`"
+            )
+        return names, p, q
+
+    def _read_array(self, path: Path) -> np.ndarray:
+        if not path.exists():
+            raise InputError(
+                f"{path} is missing: has the run finished, and in this version? `semclust fit --resume {self.path}` "
+                "writes it."
+            )
+        with numpy_file(path) as loaded:
+            array = loaded
+        if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind != "f":
+            raise DamagedFileError(f"{path} is damaged: it is no table of numbers. `semclust fit --resume {self.path}`")
+        return array
+
+    def write_groups(self, groups: Groups) -> np.ndarray:
+        """Store ``groups`` beside the model and let the assignments follow: all, or where one fails none.
+
+        Returns how many images each cluster has, by id."""
+        tables = [self.assignments, *([self.parquet] if self.parquet.exists() else [])]
+        return self.write_tables(tables, groups, store=True)
+
+    def write_tables(self, paths: Sequence[Path], groups: Groups, store: bool = False) -> np.ndarray:
+        """Assignments by ``groups`` as CSV or Parquet, by the ending of each path."""
+        names, p, _ = self.read_results(groups.n_clusters)
+        sizes = np.zeros(groups.n_clusters, np.int64)
+        with contextlib.ExitStack() as stack:
+            writes = [stack.enter_context(assignments_file(WholeFile(path), groups)) for path in paths]
+            for start in range(0, len(names), ROWS_AT_ONCE):
+                part = groups.apply(p[start : start + ROWS_AT_ONCE])
+                sizes += np.bincount(np.array(groups.ids)[part.argmax(1)], minlength=groups.n_clusters)
+                for write in writes:
+                    write(names[start : start + ROWS_AT_ONCE], part)
+            if store:
+                groups.write(self.model)
+        return sizes
 
 
 def model_folder(path: Path) -> Path:
@@ -149,55 +221,6 @@ def model_folder(path: Path) -> Path:
     if run.metrics.exists() or run.checkpoint.exists():
         raise InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
     return path
-
-
-def free_path(path: Path) -> Path:
-    """``path``, or with -2, -3, ... before its ending: one that does not exist."""
-    number, free = 1, path
-    while free.exists() or free.is_symlink():
-        number += 1
-        free = path.with_stem(f"{path.stem}-{number}")
-    return free
-
-
-def write_assignments(path: Path, names: Sequence[str], p: np.ndarray) -> None:
-    """One row an image from the probabilities p (N x C)."""
-    write_whole(path, csv_bytes(ASSIGNMENTS, assignment_rows(names, p)))
-
-
-def assignment_rows(names: Sequence[str], p: np.ndarray) -> list[tuple[Any, ...]]:
-    order = np.argsort(-p, axis=1, kind="stable")[:, :2]
-    first, second = np.take_along_axis(p, order, axis=1).T
-    return [
-        (name, int(a), f"{x:.4f}", int(b), f"{x - y:.4f}")
-        for name, (a, b), x, y in zip(names, order, first, second, strict=True)
-    ]
-
-
-def read_assignments(path: Path) -> tuple[list[str], np.ndarray]:
-    """Names and clusters of ``write_assignments``."""
-    try:
-        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-            rows = list(csv.DictReader(file))
-        if not rows:
-            raise ValueError("it holds no row")
-        return [row["path"] for row in rows], np.array([int(row["cluster"]) for row in rows])
-    except FileNotFoundError:
-        raise InputError(f"{path} is missing: has the run finished? `semclust fit --resume {path.parent}`") from None
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise DamagedFileError(
-            f"{path} is damaged ({error!r}); expected the columns {', '.join(ASSIGNMENTS)}."
-        ) from error
-
-
-def csv_bytes(header: Sequence[str], rows: Sequence[Sequence[Any]]) -> bytes:
-    text = io.StringIO()
-    # A carriage return in a name is not quoted by itself, and would read as the end of a row.
-    returns = any("\r" in str(cell) for row in rows for cell in row)
-    writer = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_ALL if returns else csv.QUOTE_MINIMAL)
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue().encode("utf-8", errors="surrogateescape")
 
 
 def fingerprint(pixels: np.ndarray, names: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ import json
 import os
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,17 +20,50 @@ from semclust.errors import DamagedFileError
 NEXT_STEP = "Restore the file from a copy, or fit again"
 
 
+class WholeFile:
+    """A file that appears under its name when all of it is written, or not at all.
+
+    with WholeFile(path) as file:
+        file.write(content)
+
+    What ``path`` holds is replaced in one step; with ``replace=False`` it is kept, and the new file takes the next
+    free name, which is then its ``path``.
+    """
+
+    def __init__(self, path: Path, replace: bool = True):
+        self.path, self.replace = path, replace
+        self.beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+
+    def __enter__(self) -> BinaryIO:
+        self.file = open(self.beside, "wb")
+        return self.file
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        try:
+            with self.file as file:
+                if failure is None:
+                    file.flush()
+                    os.fsync(file.fileno())
+            if failure is None:
+                self.path = self.path if self.replace else free_path(self.path)
+                os.replace(self.beside, self.path)
+        finally:
+            self.beside.unlink(missing_ok=True)
+
+
 def write_whole(path: Path, content: bytes) -> None:
     """Replace ``path`` by ``content`` in one step."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(beside, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
+    with WholeFile(path) as file:
+        file.write(content)
+
+
+def free_path(path: Path) -> Path:
+    """``path``, or with -2, -3, ... before its ending: one that does not exist."""
+    number, free = 1, path
+    while free.exists() or free.is_symlink():
+        number += 1
+        free = path.with_stem(f"{path.stem}-{number}")
+    return free
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -1,0 +1,141 @@
+"""Images of any source assigned by a finished model, part by part: table, embeddings, sorted folder.
+
+Memory does not grow with the number of images. What is written appears under its name at the end.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+
+from semclust import metrics
+from semclust.assignments import assignment_rows, assignments_file, csv_bytes
+from semclust.data import Images
+from semclust.errors import InputError
+from semclust.predictor import Predictor
+from semclust.sorting import By, SortedFolder
+from semclust.storage import WholeFile, free_path
+
+FEW = 10  # images whose rows are kept to be shown
+
+
+@dataclass
+class Assigned:
+    """What was done."""
+
+    n_images: int = 0
+    n_skipped: int = 0
+    few: list[tuple[Any, ...]] = field(default_factory=list)  # the first rows of the table
+    figures: dict[str, float] | None = None  # ACC, NMI, ARI, where the data itself holds labels
+    sorted_folder: SortedFolder | None = None
+    table: Path = Path()
+    embeddings: Path | None = None
+    skipped: Path | None = None
+
+
+def assign(
+    predictor: Predictor,
+    data: Any,
+    device: torch.device,
+    *,
+    out: Path | None = None,
+    embeddings: bool = False,
+    into: Path | None = None,
+    by: By = "link",
+    on_image: Callable[[int], None] | None = None,
+    on_part: Callable[[int], None] | None = None,
+) -> Assigned:
+    """Write the table ``out`` (by default DATA-clusters.csv, here), and beside it what else is asked for.
+
+    on_image: called for each file that is read, with their number; on_part: with how many images are done.
+    Where the source ends in an InputError, what came before it is kept, and the error is raised.
+    """
+    groups, done = predictor.groups, Assigned()
+    failures: list[InputError] = []
+    parts = until_error(predictor.stream(data, on_image), failures)
+    first = next(parts, None)
+    if first is None:
+        raise failures[0] if failures else InputError(f"{data!r} holds no image that could be read.")
+    out = out or free_path(Path(f"{first.source}-clusters.csv"))
+
+    table, vectors, left_out = (
+        WholeFile(path, replace=False)
+        for path in (out, out.with_name(f"{out.stem}-embeddings.npy"), out.with_name(f"{out.stem}-skipped.csv"))
+    )
+    clusters: list[np.ndarray] = []
+    labels: list[np.ndarray] = []
+    with contextlib.ExitStack() as stack:
+        write = stack.enter_context(assignments_file(table, groups))
+        append = stack.enter_context(_rows_of_array(vectors)) if embeddings else None
+        done.sorted_folder = stack.enter_context(SortedFolder(into, groups, by)) if into else None
+        skipped: BinaryIO | None = None
+        for images in chain([first], parts):
+            if images.skipped:
+                if skipped is None:
+                    skipped = stack.enter_context(left_out)
+                    skipped.write(csv_bytes(("path", "reason"), []))
+                skipped.write(csv_bytes(None, images.skipped))
+                done.n_skipped += len(images.skipped)
+            if not images.names:
+                continue
+            p, q = predictor(images.pixels, device)
+            found = np.array(groups.ids)[p.argmax(1)]
+            write(images.names, p)
+            if append:
+                append(q)
+            if done.sorted_folder:
+                done.sorted_folder.add(images, found)
+            if images.labels is not None:
+                clusters.append(found)
+                labels.append(images.labels)
+            room = FEW - len(done.few)
+            done.few += assignment_rows(images.names[:room], p[:room], groups)
+            done.n_images += len(images.names)
+            if on_part:
+                on_part(done.n_images)
+        if not done.n_images:
+            raise failures[0] if failures else InputError(f"{data!r} holds no image that could be read.")
+
+    done.table, done.embeddings = table.path, vectors.path if embeddings else None
+    done.skipped = left_out.path if done.n_skipped else None
+    if failures:
+        raise InputError(f"{failures[0]} The {done.n_images:,} images that could be read are in {done.table}.")
+    if labels:
+        done.figures = metrics.evaluate(np.concatenate(clusters), np.concatenate(labels))
+    return done
+
+
+def until_error(parts: Iterator[Images], failures: list[InputError]) -> Iterator[Images]:
+    """The same parts; an InputError ends them and is kept."""
+    try:
+        yield from parts
+    except InputError as error:
+        failures.append(error)
+
+
+@contextlib.contextmanager
+def _rows_of_array(whole: WholeFile) -> Iterator[Callable[[np.ndarray], None]]:
+    """A function that appends rows to a .npy file. Their number is known at the end: NumPy leaves room for it."""
+    shape, dtype = [0, 0], np.dtype(np.float32)
+
+    def write_header(file: BinaryIO) -> None:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)}
+        np.lib.format.write_array_header_1_0(file, header)
+
+    with whole as file:
+
+        def append(rows: np.ndarray) -> None:
+            if not shape[0]:
+                shape[1] = rows.shape[1]
+                write_header(file)
+            shape[0] += len(rows)
+            file.write(np.ascontiguousarray(rows, dtype).data)
+
+        yield append
+        file.seek(0)
+        write_header(file)
