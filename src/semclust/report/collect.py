@@ -1,0 +1,377 @@
+"""From a run folder to all that its page shows: plain values, in the words a reader sees.
+
+Shapes: N images, G clusters that remain, S images that are shown, M of them on the map.
+"""
+
+import base64
+import csv
+import math
+import shlex
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+from semclust import metrics
+from semclust.config import Settings, from_json
+from semclust.display import printable
+from semclust.errors import DamagedFileError, InputError
+from semclust.groups import Groups
+from semclust.report.close import closest_pairs
+from semclust.report.kept import Kept, most_and_least_certain
+from semclust.report.settings_table import fit_command, settings_table
+from semclust.run_folder import RunFolder
+from semclust.storage import read_json
+from semclust.train import plan_tasks
+
+ALL_NAMES = 5_000_000  # bytes, compressed, up to which the names of all images are in the page
+TABLE = 40  # rows and columns of the confusion table, at most
+REASONS = 12  # for skipping files, with a few examples of each
+EXAMPLES = 5
+SHADES = 9  # of a cell in the confusion table
+
+
+@dataclass
+class Assignments:
+    """The columns of assignments.csv."""
+
+    names: list[str]
+    cluster: np.ndarray
+    confidence: np.ndarray
+    runner_up: np.ndarray
+    margin: np.ndarray
+
+
+def read_columns(run: RunFolder) -> Assignments:
+    try:
+        with open(run.assignments, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = csv.DictReader(file)
+            cells = [(r["path"], int(r["cluster"]), r["confidence"], int(r["runner_up"]), r["margin"]) for r in rows]
+        names, cluster, confidence, runner_up, margin = zip(*cells, strict=True)
+        return Assignments(
+            list(names),
+            np.array(cluster),
+            np.array(confidence, np.float64),
+            np.array(runner_up),
+            np.array(margin, np.float64),
+        )
+    except FileNotFoundError:
+        raise InputError(
+            f"{run.assignments} is missing: has the run finished? `semclust fit --resume {run.path}`"
+        ) from None
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise DamagedFileError(f"{run.assignments} is damaged ({error!r}). Restore it, or fit again.") from error
+
+
+def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]:
+    """Everything on the page. ``data`` in it is for the script, the rest for the template."""
+    config, summary = run.read_config(), read_json(run.path / "summary.json")
+    settings, history = Settings(**from_json(config["settings"])), run.read_metrics()
+    groups = Groups.read(run.model)
+    try:
+        cluster, runner_up = groups.of[assigned.cluster], groups.of[assigned.runner_up]
+    except IndexError:
+        raise DamagedFileError(
+            f"{run.assignments} names clusters that the model does not have. Restore it, or fit again."
+        ) from None
+    sizes = np.bincount(cluster, minlength=int(groups.of.max()) + 1)
+    ids = sorted(groups.ids, key=lambda i: (-sizes[i], i))
+    position = {cluster_id: i for i, cluster_id in enumerate(ids)}
+    of = np.array([position[int(i)] for i in groups.of])
+    cluster, runner_up = of[assigned.cluster], of[assigned.runner_up]  # from here on positions: 0 is the largest
+    titles = [f"{i} · {printable(groups.names[i])}" if i in groups.names else str(i) for i in ids]
+    truth = compare(cluster, len(ids), kept) if kept.labels is not None else None
+
+    names = [printable(name) for name in assigned.names]
+    clusters = describe_clusters(cluster, len(ids), assigned.confidence, kept, truth)
+    for described, cluster_id, title in zip(clusters, ids, titles, strict=True):
+        described |= {"id": cluster_id, "title": title}
+    shown, numbers = shown_images(names, assigned, cluster, runner_up, kept, truth)
+    for described in clusters:
+        for end in ("most", "least"):
+            described[end] = [numbers[row] for row in described[end]]
+    skipped = read_skipped(run.path / "skipped.csv")
+    every_name = all_names(names, assigned.confidence, cluster)
+    return {
+        "title": printable(run.path.resolve().name),
+        "run": printable(str(run.path)),
+        "n_images": len(names),
+        "n_clusters": len(ids),
+        "merged_from": len(groups.of) if len(ids) < len(groups.of) else None,
+        "skipped": skipped,
+        "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
+        "warnings": [printable(str(warning)) for warning in summary.get("warnings", [])],
+        "figures": truth and {name: truth[name] for name in metrics.FIGURES},
+        "pairs": describe_pairs(run, cluster, runner_up, ids, titles),
+        "confusion": truth and confusion(truth, titles, kept.classes),
+        "epochs": table_of_epochs(history),
+        "settings": settings_table(config["settings"]),
+        "source": printable(str(config.get("data"))),
+        "labels": printable(str(config["labels"])) if config.get("labels") else None,
+        "command": printable(fit_command(config)),
+        "own_code": [f"your own {name}" for name in ("backbone", "augment") if is_python(config["settings"].get(name))],
+        "report_command": command("report", run.path),
+        "time": in_words(summary.get("seconds", math.nan)),
+        "sheets": [base64.b64encode(sheet).decode() for sheet in kept.sheets.files] if kept.sheets else [],
+        "all_names": every_name,
+        "data": {
+            "clusters": clusters,
+            "classes": [printable(name) for name in kept.classes] if truth else None,
+            "images": shown,
+            "sheets": kept.sheets and {**kept.sheets.about, "pictures": len(kept.pictured)},
+            "map": {
+                "points": [numbers[row] for row in kept.mapped.tolist()],
+                "views": views(settings, kept),
+                "n_images": len(names),
+            },
+            "curves": curves(history),
+            "phases": phases(settings, len(names)),
+        },
+    }
+
+
+# ---- clusters and images ---------------------------------------------------------------------------
+
+
+def compare(cluster: np.ndarray, n_clusters: int, kept: Kept) -> dict[str, Any]:
+    """ACC, NMI and ARI; the table of clusters and classes; which class a cluster stands for, -1 for none;
+    which images are right by that."""
+    assert kept.labels is not None
+    labels = kept.labels.astype(np.int64)
+    table = np.zeros((n_clusters, len(kept.classes)), np.int64)
+    np.add.at(table, (cluster, labels), 1)
+    stands_for = np.full(n_clusters, -1)
+    rows, columns = linear_sum_assignment(table, maximize=True)
+    stands_for[rows] = columns
+    return {
+        **metrics.evaluate(cluster, labels),
+        "table": table,
+        "stands_for": stands_for,
+        "right": stands_for[cluster] == labels,
+        "labels": labels,
+    }
+
+
+def describe_clusters(
+    cluster: np.ndarray, n_clusters: int, confidence: np.ndarray, kept: Kept, truth: dict[str, Any] | None
+) -> list[dict[str, Any]]:
+    """Of every cluster its size, confidence, most frequent class, and the rows of its extreme images."""
+    sizes = np.bincount(cluster, minlength=n_clusters)
+    mean = np.bincount(cluster, confidence, minlength=n_clusters) / np.maximum(sizes, 1)
+    # Where clusters were merged after the fit, the extremes of all of them have their thumbnails already.
+    rows = np.sort(kept.pictured) if kept.sheets else np.arange(len(cluster))
+    ends = most_and_least_certain(cluster[rows], confidence[rows], kept.extremes)
+    described = []
+    for i, size in enumerate(sizes.tolist()):
+        most, least = ends.get(i, ([], []))
+        one: dict[str, Any] = {
+            "size": size,
+            "confidence": round(float(mean[i]), 4) if size else None,
+            "most": rows[most].tolist() if most else [],
+            "least": rows[least].tolist() if least else [],
+        }
+        if truth and size:
+            one["class"] = int(truth["table"][i].argmax())
+            one["purity"] = float(truth["table"][i].max() / size)
+            one["stands_for"] = int(truth["stands_for"][i])
+        described.append(one)
+    return described
+
+
+def shown_images(
+    names: list[str],
+    assigned: Assignments,
+    cluster: np.ndarray,
+    runner_up: np.ndarray,
+    kept: Kept,
+    truth: dict[str, Any] | None,
+) -> tuple[dict[str, list[Any]], dict[int, int]]:
+    """Columns about the images that have a thumbnail or a place on the map, and the number that each row has there."""
+    ends = most_and_least_certain(cluster, assigned.confidence, kept.extremes) if not kept.sheets else {}
+    listed = [np.array([row for end in both for row in end], np.int64) for both in ends.values()]
+    others = np.setdiff1d(np.concatenate([kept.mapped, *listed]), kept.pictured)
+    rows = np.concatenate([kept.pictured, others])
+    columns = {
+        "row": rows.tolist(),
+        "name": [names[row] for row in rows],
+        "cluster": cluster[rows].tolist(),
+        "confidence": assigned.confidence[rows].tolist(),
+        "runner_up": runner_up[rows].tolist(),
+    }
+    if truth:
+        columns |= {"class": truth["labels"][rows].tolist(), "right": truth["right"][rows].astype(int).tolist()}
+    return columns, {row: number for number, row in enumerate(rows.tolist())}
+
+
+def all_names(names: list[str], confidence: np.ndarray, cluster: np.ndarray) -> str | None:
+    """Cluster, confidence and name of all images, a line each, compressed; None where that is too much for a page."""
+    lines = zip(cluster.tolist(), confidence.tolist(), names, strict=True)
+    text = "\n".join(f"{position} {sure:.4f} {name}" for position, sure, name in lines)
+    packed = zlib.compress(text.encode(), 9)
+    return base64.b64encode(packed).decode() if len(packed) <= ALL_NAMES else None
+
+
+def describe_pairs(
+    run: RunFolder, cluster: np.ndarray, runner_up: np.ndarray, ids: list[int], titles: list[str]
+) -> list[dict[str, Any]]:
+    embeddings = np.load(run.path / "embeddings.npy", mmap_mode="r", allow_pickle=False)
+    if len(embeddings) != len(cluster):
+        raise DamagedFileError(
+            f"{run.path / 'embeddings.npy'} holds {len(embeddings)} rows and assignments.csv {len(cluster)}. "
+            "Restore them, or fit again."
+        )
+    return [
+        {
+            "positions": [pair.first, pair.second],
+            "titles": [titles[pair.first], titles[pair.second]],
+            "cosine": pair.cosine,
+            "swapped": pair.swapped,
+            "command": command("merge", run.path, ids[pair.first], ids[pair.second]),
+        }
+        for pair in closest_pairs(embeddings, cluster, runner_up, len(ids))
+    ]
+
+
+def command(verb: str, *words: Any) -> str:
+    """A line to type into a shell."""
+    return " ".join(["semclust", verb, *(shlex.quote(printable(str(word))) for word in words)])
+
+
+def is_python(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("python:")  # what to_json stores of a module or callable
+
+
+def in_words(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, hours = round(seconds / 60), round(seconds / 360) / 10
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{hours:g} h"
+
+
+def confusion(truth: dict[str, Any], titles: list[str], classes: list[str]) -> dict[str, Any]:
+    """The table of clusters and classes, the cluster that stands for a class in that class's place."""
+    table, stands_for = truth["table"], truth["stands_for"]
+    columns = np.sort(np.argsort(-table.sum(0), kind="stable")[:TABLE])
+    place = {int(column): i for i, column in enumerate(columns)}
+    rows = sorted(range(min(TABLE, len(titles))), key=lambda i: (place.get(int(stands_for[i]), TABLE), i))
+    return {
+        "classes": [printable(classes[column]) for column in columns],
+        "rows": [
+            {
+                "title": titles[row],
+                "cells": [
+                    {
+                        "n": int(table[row, column]),
+                        "shade": math.ceil(SHADES * table[row, column] / max(1, table[row].sum())),
+                        "match": bool(stands_for[row] == column),
+                    }
+                    for column in columns
+                ],
+            }
+            for row in rows
+        ],
+        "left_out": [max(0, len(titles) - TABLE), max(0, len(classes) - TABLE)],
+    }
+
+
+def read_skipped(path: Path) -> dict[str, Any]:
+    """How many files were skipped for each reason, with a few of their names."""
+    if not path.exists():
+        return {"n": 0, "reasons": []}
+    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        rows = [(row.get("path") or "", row.get("reason") or "unknown") for row in csv.DictReader(file)]
+    counts = Counter(reason for _, reason in rows)
+    reasons = [
+        {"reason": printable(reason), "n": n, "names": [printable(p) for p, why in rows if why == reason][:EXAMPLES]}
+        for reason, n in counts.most_common(REASONS)
+    ]
+    return {"n": len(rows), "reasons": reasons, "more": max(0, len(counts) - REASONS)}
+
+
+# ---- the map ---------------------------------------------------------------------------------------
+
+
+def views(settings: Settings, kept: Kept) -> list[dict[str, Any]]:
+    """What the map can show: places, and whose clusters give the colours (None: the result's)."""
+
+    def view(kind: str, title: str, caption: str, places: str, task: str | None = None) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "title": title,
+            "caption": caption,
+            "xy": np.round(kept.maps[places], 4).tolist(),
+            "clusters": kept.tasks[task].tolist() if task else None,
+        }
+
+    found = [view("target", "Target clusters", "Features of the trained network, from which the clusters come.", "target")]
+    for task, title in (("under", "Under-clustering"), ("over", "Over-clustering")):
+        if task not in kept.tasks:
+            continue
+        n = len(np.unique(kept.tasks[task]))
+        if task in kept.maps:
+            caption = f"Features of the task's own projection, coloured by its {n} clusters."
+            found.append(view(task, title, caption, task, task))
+        else:
+            shared = "The task's own features are not at hand" if settings.projection_per_task else "All tasks share features"
+            caption = f"{shared}: the places of the target clusters, coloured by this task's {n} clusters."
+            found.append(view(task, title, caption, "target", task))
+    if "untrained" in kept.maps:
+        caption = f"The same images in the network as it was before training (seed {settings.random_state})."
+        found.append(view("untrained", "Untrained network", caption, "untrained"))
+    return found
+
+
+# ---- training --------------------------------------------------------------------------------------
+
+CURVES = (
+    ("Loss", None, (("loss", "in all"), ("loss_id", "instance"), ("loss_cd", "cluster"))),
+    (
+        "Health, without labels",
+        (0, 1),
+        (("score", "score"), ("agreement", "agreement"), ("confidence", "confidence"), ("spread", "spread")),
+    ),
+    ("Images that change cluster", None, (("churn", "churn"),)),
+    ("Share of the largest and the smallest cluster", None, (("largest", "largest"), ("smallest", "smallest"))),
+    ("Against the labels", (0, 1), (("acc", "ACC"), ("nmi", "NMI"), ("ari", "ARI"))),
+)
+
+
+def curves(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The charts: a title, the range of values where it is known, and lines with a value or None an epoch."""
+    drawn = []
+    for title, span, lines in CURVES:
+        found = [{"title": name, "values": [_value(row.get(column)) for row in history]} for column, name in lines]
+        found = [line for line in found if any(value is not None for value in line["values"])]
+        if found:
+            drawn.append({"title": title, "span": span, "lines": found, "epochs": [row["epoch"] for row in history]})
+    return drawn
+
+
+def _value(value: Any) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def phases(settings: Settings, n_images: int) -> list[dict[str, Any]]:
+    """When the tasks begin, after which epoch."""
+    plans = plan_tasks(settings, n_images)
+    marks = []
+    if "over" in plans:
+        marks.append((plans["over"].begins, f"{plans['over'].n_clusters} fine clusters join"))
+    if "cluster" in settings.tasks:
+        marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters join"))
+        if plans["cluster"].begins < plans["cluster"].guided_until:
+            marks.append((plans["cluster"].guided_until, "labels by the classifier alone"))
+    return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.epochs]
+
+
+def table_of_epochs(history: list[dict[str, Any]]) -> dict[str, Any]:
+    """The curves' figures for those who read rather than look."""
+    columns = [(c, name) for _, _, lines in CURVES for c, name in lines if history and c in history[0]]
+    rows = [
+        [str(row["epoch"]), *("" if (v := _value(row[c])) is None else f"{v:.4g}" for c, _ in columns)] for row in history
+    ]
+    return {"columns": ["epoch", *(name for _, name in columns)], "rows": rows}
