@@ -4,6 +4,7 @@ semclust fit photos/ -k 20
 semclust fit --resume runs/photos
 semclust predict runs/photos new/
 semclust evaluate runs/photos --labels labels.csv
+semclust report runs/photos
 """
 
 import contextlib
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console
 
+    from semclust.data import Images
     from semclust.run_folder import RunFolder
 
 INTERRUPTED = 130
@@ -56,6 +58,8 @@ class Fit:
     """Folder in which the run folder is made."""
     resume: Annotated[Path | None, arg(metavar="RUN")] = None
     """Go on with this run folder; its own settings hold."""
+    report: bool = True
+    """Write report.html, a page to look at, when the fit is done."""
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
 
 
@@ -84,10 +88,21 @@ class Evaluate:
     outermost folder of each image). By default the labels that the data itself holds (digits, a .npz)."""
 
 
+@dataclass
+class Report:
+    """Write one page about a run: its clusters in pictures, a map, curves, tables and settings."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+    out: Annotated[Path | None, arg(metavar="HTML")] = None
+    """File to write; one that exists is never overwritten. By default report.html in the run folder."""
+
+
 Command = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Predict, tyro.conf.subcommand("predict")]
     | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
 )
 
 
@@ -119,7 +134,7 @@ def end(message: str, status: int = 1) -> NoReturn:
     raise SystemExit(status) from None
 
 
-def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
+def run_command(command: Fit | Predict | Evaluate | Report, argv: list[str]) -> None:
     from rich.console import Console
 
     console = Console(soft_wrap=not sys.stdout.isatty())
@@ -127,11 +142,13 @@ def run_command(command: Fit | Predict | Evaluate, argv: list[str]) -> None:
         fit(command, argv, console)
     elif isinstance(command, Predict):
         predict(command, console)
+    elif isinstance(command, Report):
+        report(command, console)
     else:
         evaluate(command, console)
 
 
-def parse(argv: list[str]) -> Fit | Predict | Evaluate:
+def parse(argv: list[str]) -> Fit | Predict | Evaluate | Report:
     """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
     default: Any = tyro.MISSING
     if argv[:1] == ["fit"]:
@@ -159,7 +176,8 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     if command.resume:
         run = RunFolder.open(command.resume)
         config = run.read_config()
-        ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] != "--resume"]
+        heeded = ("--resume", "--report", "--no-report")
+        ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] not in heeded]
         if command.data:
             ignored.insert(0, command.data)
         if ignored:
@@ -210,6 +228,35 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     run.write_results(images.names, fitted.p, fitted.q, summary)
     show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
     console.print(f"{summary['seconds']:.0f} s; run folder: {printable(str(run.path))}", markup=False, highlight=False)
+    if command.report:
+        report_on_fit(run, images, console)
+
+
+def report_on_fit(run: "RunFolder", images: "Images", console: "Console") -> None:
+    """The report at the end of a fit. All results are written by now: whatever fails here loses none of them."""
+    from semclust.display import printable
+    from semclust.report import write_report
+
+    again = f"Try again with: {own_name()} report {run.path}"
+    try:
+        with console.status("writing the report"):
+            path = write_report(run.path, images=images)
+    except KeyboardInterrupt:
+        end(f"\nInterrupted while writing the report; the results are complete. {again}", INTERRUPTED)
+    except Exception as error:
+        told = f"warning: the report could not be written ({type(error).__name__}: {error}). {again}"
+        console.print(printable(told), style="yellow", markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(f"report: {printable(str(path))}", markup=False, highlight=False)
+
+
+def report(command: Report, console: "Console") -> None:
+    from semclust.display import printable
+    from semclust.report import write_report
+
+    with console.status("writing the report"):
+        path = write_report(command.run, command.out)
+    console.print(printable(str(path)), markup=False, highlight=False, soft_wrap=True)
 
 
 def predict(command: Predict, console: "Console") -> None:

@@ -8,6 +8,7 @@ assignments.csv  path, cluster, confidence, runner_up, margin
 embeddings.npy   one row an image, in the order of assignments.csv
 skipped.csv      files that could not be read, with the reason
 summary.json     final figures, time, versions
+report.html      a page to look at; report.safetensors holds its thumbnails and map
 """
 
 import csv

@@ -1,11 +1,14 @@
 """One page to look at: ``write_report`` makes report.html of a run folder.
 
-kept.py      what only the end of a fit knows: thumbnails, places on the map, labels
-pictures.py  thumbnails in sheets
-places.py    t-SNE
-collect.py   from the run folder to all that the page shows
-close.py     which clusters could be merged
-page.py      template, style and script, in web/
+kept.py            what only the end of a fit knows: thumbnails, places on the map, labels
+pictures.py        thumbnails in sheets
+places.py          t-SNE
+collect.py         from the run folder to all that the page shows
+against_labels.py  right and wrong, the confusion table
+close.py           which clusters could be merged
+curves.py          the course of the training
+settings_table.py  every setting with its description, and the command that repeats the run
+page.py            template, style and script, which lie in web/
 """
 
 from contextlib import suppress

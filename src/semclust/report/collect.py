@@ -14,25 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
-from semclust import metrics
 from semclust.config import Settings, from_json
 from semclust.display import printable
 from semclust.errors import DamagedFileError, InputError
 from semclust.groups import Groups
+from semclust.report.against_labels import Comparison, compare, confusion
 from semclust.report.close import closest_pairs
+from semclust.report.curves import curves, phases, table_of_epochs
 from semclust.report.kept import Kept, most_and_least_certain
 from semclust.report.settings_table import fit_command, settings_table
 from semclust.run_folder import RunFolder
 from semclust.storage import read_json
-from semclust.train import plan_tasks
 
 ALL_NAMES = 5_000_000  # bytes, compressed, up to which the names of all images are in the page
-TABLE = 40  # rows and columns of the confusion table, at most
 REASONS = 12  # for skipping files, with a few examples of each
 EXAMPLES = 5
-SHADES = 9  # of a cell in the confusion table
 
 
 @dataclass
@@ -84,7 +81,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
     of = np.array([position[int(i)] for i in groups.of])
     cluster, runner_up = of[assigned.cluster], of[assigned.runner_up]  # from here on positions: 0 is the largest
     titles = [f"{i} · {printable(groups.names[i])}" if i in groups.names else str(i) for i in ids]
-    truth = compare(cluster, len(ids), kept) if kept.labels is not None else None
+    truth = compare(cluster, len(ids), kept.labels, kept.classes) if kept.labels is not None else None
 
     names = [printable(name) for name in assigned.names]
     clusters = describe_clusters(cluster, len(ids), assigned.confidence, kept, truth)
@@ -105,9 +102,9 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "skipped": skipped,
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
         "warnings": [printable(str(warning)) for warning in summary.get("warnings", [])],
-        "figures": truth and {name: truth[name] for name in metrics.FIGURES},
+        "figures": truth and truth.figures,
         "pairs": describe_pairs(run, cluster, runner_up, ids, titles),
-        "confusion": truth and confusion(truth, titles, kept.classes),
+        "confusion": truth and confusion(truth, titles),
         "epochs": table_of_epochs(history),
         "settings": settings_table(config["settings"]),
         "source": printable(str(config.get("data"))),
@@ -120,7 +117,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "all_names": every_name,
         "data": {
             "clusters": clusters,
-            "classes": [printable(name) for name in kept.classes] if truth else None,
+            "classes": truth and truth.classes,
             "images": shown,
             "sheets": kept.sheets and {**kept.sheets.about, "pictures": len(kept.pictured)},
             "map": {
@@ -137,27 +134,8 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
 # ---- clusters and images ---------------------------------------------------------------------------
 
 
-def compare(cluster: np.ndarray, n_clusters: int, kept: Kept) -> dict[str, Any]:
-    """ACC, NMI and ARI; the table of clusters and classes; which class a cluster stands for, -1 for none;
-    which images are right by that."""
-    assert kept.labels is not None
-    labels = kept.labels.astype(np.int64)
-    table = np.zeros((n_clusters, len(kept.classes)), np.int64)
-    np.add.at(table, (cluster, labels), 1)
-    stands_for = np.full(n_clusters, -1)
-    rows, columns = linear_sum_assignment(table, maximize=True)
-    stands_for[rows] = columns
-    return {
-        **metrics.evaluate(cluster, labels),
-        "table": table,
-        "stands_for": stands_for,
-        "right": stands_for[cluster] == labels,
-        "labels": labels,
-    }
-
-
 def describe_clusters(
-    cluster: np.ndarray, n_clusters: int, confidence: np.ndarray, kept: Kept, truth: dict[str, Any] | None
+    cluster: np.ndarray, n_clusters: int, confidence: np.ndarray, kept: Kept, truth: Comparison | None
 ) -> list[dict[str, Any]]:
     """Of every cluster its size, confidence, most frequent class, and the rows of its extreme images."""
     sizes = np.bincount(cluster, minlength=n_clusters)
@@ -175,9 +153,9 @@ def describe_clusters(
             "least": rows[least].tolist() if least else [],
         }
         if truth and size:
-            one["class"] = int(truth["table"][i].argmax())
-            one["purity"] = float(truth["table"][i].max() / size)
-            one["stands_for"] = int(truth["stands_for"][i])
+            one["class"] = int(truth.table[i].argmax())
+            one["purity"] = float(truth.table[i].max() / size)
+            one["stands_for"] = int(truth.stands_for[i])
         described.append(one)
     return described
 
@@ -188,7 +166,7 @@ def shown_images(
     cluster: np.ndarray,
     runner_up: np.ndarray,
     kept: Kept,
-    truth: dict[str, Any] | None,
+    truth: Comparison | None,
 ) -> tuple[dict[str, list[Any]], dict[int, int]]:
     """Columns about the images that have a thumbnail or a place on the map, and the number that each row has there."""
     ends = most_and_least_certain(cluster, assigned.confidence, kept.extremes) if not kept.sheets else {}
@@ -203,7 +181,7 @@ def shown_images(
         "runner_up": runner_up[rows].tolist(),
     }
     if truth:
-        columns |= {"class": truth["labels"][rows].tolist(), "right": truth["right"][rows].astype(int).tolist()}
+        columns |= {"class": truth.labels[rows].tolist(), "right": truth.right[rows].astype(int).tolist()}
     return columns, {row: number for number, row in enumerate(rows.tolist())}
 
 
@@ -228,7 +206,7 @@ def describe_pairs(
         {
             "positions": [pair.first, pair.second],
             "titles": [titles[pair.first], titles[pair.second]],
-            "cosine": pair.cosine,
+            "cosine": round(pair.cosine, 2) + 0.0,  # no minus before a zero
             "swapped": pair.swapped,
             "command": command("merge", run.path, ids[pair.first], ids[pair.second]),
         }
@@ -250,32 +228,6 @@ def in_words(seconds: float) -> str:
         return "unknown"
     minutes, hours = round(seconds / 60), round(seconds / 360) / 10
     return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{hours:g} h"
-
-
-def confusion(truth: dict[str, Any], titles: list[str], classes: list[str]) -> dict[str, Any]:
-    """The table of clusters and classes, the cluster that stands for a class in that class's place."""
-    table, stands_for = truth["table"], truth["stands_for"]
-    columns = np.sort(np.argsort(-table.sum(0), kind="stable")[:TABLE])
-    place = {int(column): i for i, column in enumerate(columns)}
-    rows = sorted(range(min(TABLE, len(titles))), key=lambda i: (place.get(int(stands_for[i]), TABLE), i))
-    return {
-        "classes": [printable(classes[column]) for column in columns],
-        "rows": [
-            {
-                "title": titles[row],
-                "cells": [
-                    {
-                        "n": int(table[row, column]),
-                        "shade": math.ceil(SHADES * table[row, column] / max(1, table[row].sum())),
-                        "match": bool(stands_for[row] == column),
-                    }
-                    for column in columns
-                ],
-            }
-            for row in rows
-        ],
-        "left_out": [max(0, len(titles) - TABLE), max(0, len(classes) - TABLE)],
-    }
 
 
 def read_skipped(path: Path) -> dict[str, Any]:
@@ -307,7 +259,9 @@ def views(settings: Settings, kept: Kept) -> list[dict[str, Any]]:
             "clusters": kept.tasks[task].tolist() if task else None,
         }
 
-    found = [view("target", "Target clusters", "Features of the trained network, from which the clusters come.", "target")]
+    found = [
+        view("target", "Target clusters", "Features of the trained network, from which the clusters come.", "target")
+    ]
     for task, title in (("under", "Under-clustering"), ("over", "Over-clustering")):
         if task not in kept.tasks:
             continue
@@ -316,62 +270,14 @@ def views(settings: Settings, kept: Kept) -> list[dict[str, Any]]:
             caption = f"Features of the task's own projection, coloured by its {n} clusters."
             found.append(view(task, title, caption, task, task))
         else:
-            shared = "The task's own features are not at hand" if settings.projection_per_task else "All tasks share features"
+            shared = (
+                "The task's own features are not at hand"
+                if settings.projection_per_task
+                else "All tasks share features"
+            )
             caption = f"{shared}: the places of the target clusters, coloured by this task's {n} clusters."
             found.append(view(task, title, caption, "target", task))
     if "untrained" in kept.maps:
         caption = f"The same images in the network as it was before training (seed {settings.random_state})."
         found.append(view("untrained", "Untrained network", caption, "untrained"))
     return found
-
-
-# ---- training --------------------------------------------------------------------------------------
-
-CURVES = (
-    ("Loss", None, (("loss", "in all"), ("loss_id", "instance"), ("loss_cd", "cluster"))),
-    (
-        "Health, without labels",
-        (0, 1),
-        (("score", "score"), ("agreement", "agreement"), ("confidence", "confidence"), ("spread", "spread")),
-    ),
-    ("Images that change cluster", None, (("churn", "churn"),)),
-    ("Share of the largest and the smallest cluster", None, (("largest", "largest"), ("smallest", "smallest"))),
-    ("Against the labels", (0, 1), (("acc", "ACC"), ("nmi", "NMI"), ("ari", "ARI"))),
-)
-
-
-def curves(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The charts: a title, the range of values where it is known, and lines with a value or None an epoch."""
-    drawn = []
-    for title, span, lines in CURVES:
-        found = [{"title": name, "values": [_value(row.get(column)) for row in history]} for column, name in lines]
-        found = [line for line in found if any(value is not None for value in line["values"])]
-        if found:
-            drawn.append({"title": title, "span": span, "lines": found, "epochs": [row["epoch"] for row in history]})
-    return drawn
-
-
-def _value(value: Any) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
-
-
-def phases(settings: Settings, n_images: int) -> list[dict[str, Any]]:
-    """When the tasks begin, after which epoch."""
-    plans = plan_tasks(settings, n_images)
-    marks = []
-    if "over" in plans:
-        marks.append((plans["over"].begins, f"{plans['over'].n_clusters} fine clusters join"))
-    if "cluster" in settings.tasks:
-        marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters join"))
-        if plans["cluster"].begins < plans["cluster"].guided_until:
-            marks.append((plans["cluster"].guided_until, "labels by the classifier alone"))
-    return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.epochs]
-
-
-def table_of_epochs(history: list[dict[str, Any]]) -> dict[str, Any]:
-    """The curves' figures for those who read rather than look."""
-    columns = [(c, name) for _, _, lines in CURVES for c, name in lines if history and c in history[0]]
-    rows = [
-        [str(row["epoch"]), *("" if (v := _value(row[c])) is None else f"{v:.4g}" for c, _ in columns)] for row in history
-    ]
-    return {"columns": ["epoch", *(name for _, name in columns)], "rows": rows}

@@ -187,14 +187,17 @@ def read_kept(path: Path, n_images: int) -> Kept:
         return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}
 
     try:
-        sheets: dict[str, Any] | None = about["sheets"]
+        pictures: dict[str, Any] | None = about["sheets"]
+        sheets = None
+        if pictures:
+            sheets = Sheets([arrays[f"sheet.{i}"].tobytes() for i in range(pictures["files"])], pictures)
         kept = Kept(
             int(about["extremes"]),
             arrays["pictured"],
             arrays["mapped"],
             beginning("map."),
             beginning("task."),
-            sheets and Sheets([arrays[f"sheet.{i}"].tobytes() for i in range(sheets["files"])], sheets),
+            sheets,
             arrays.get("labels"),
             [str(name) for name in about["classes"]],
         )

@@ -1,7 +1,7 @@
 /* The curves of training: one chart for each kind of figure, with the values of an epoch on hover and by arrow key. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const CHART = { width: 520, height: 240, left: 46, right: 12, top: 18, bottom: 30 };
+const CHART = { width: 520, height: 240, left: 46, right: 12, top: 18, bottom: 26 };
 const DASHES = ["", "6 4", "2 3", "9 3 2 3"]; // lines are told apart without their colours too
 
 function svg(tag, attributes = {}, text = "") {
@@ -11,17 +11,19 @@ function svg(tag, attributes = {}, text = "") {
   return node;
 }
 
-/** Round values from low to high, about four steps apart. */
-function ticks(low, high) {
-  const rough = (high - low) / 4 || 1;
+/** Round values from low to high, at most so many steps. */
+function ticks(low, high, steps) {
+  const rough = (high - low) / steps || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((k) => k * power).find((s) => s >= rough);
+  const step = [1, 2, 2.5, 5, 10].map((k) => k * power).find((s) => s >= rough);
   const found = [];
   for (let i = Math.ceil(low / step - 1e-9); i * step <= high + step * 1e-9; i++) found.push(Number((i * step).toPrecision(10)));
   return found;
 }
 
 const figure = (x) => (x === 0 || Math.abs(x) >= 0.001 ? String(Number(x.toPrecision(3))) : x.toExponential(1));
+
+const precise = (x) => (x === 0 || Math.abs(x) >= 0.001 ? x.toFixed(3) : x.toExponential(1));
 
 function chart({ title, span, lines, epochs }) {
   const { width, height, left, right, top, bottom } = CHART;
@@ -33,14 +35,14 @@ function chart({ title, span, lines, epochs }) {
   const y = (value) => height - bottom - ((value - low) / (high - low)) * (height - top - bottom);
 
   const node = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", tabindex: "0" });
-  for (const value of ticks(low, high)) {
+  for (const value of ticks(low, high, 4)) {
     node.append(svg("line", { class: "grid", x1: left, x2: width - right, y1: y(value), y2: y(value) }));
     node.append(svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, figure(value)));
   }
-  for (const epoch of ticks(first, last).filter((epoch) => Number.isInteger(epoch))) {
+  for (const epoch of ticks(first, last, 6).filter((epoch) => Number.isInteger(epoch))) {
     node.append(svg("text", { x: x(epoch), y: height - bottom + 18, "text-anchor": "middle" }, String(epoch)));
   }
-  node.append(svg("text", { x: width - right, y: height - 1, "text-anchor": "end", class: "axis" }, "epoch"));
+  node.append(svg("text", { x: left - 8, y: height - bottom + 18, "text-anchor": "end" }, "epoch"));
   for (const [i, { epoch }] of DATA.phases.entries()) {
     const at = x(epoch + 0.5);
     node.append(svg("line", { class: "phase", x1: at, x2: at, y1: top, y2: height - bottom }));
@@ -77,7 +79,7 @@ function chart({ title, span, lines, epochs }) {
   function choose(at, pointed) {
     chosen = Math.max(0, Math.min(epochs.length - 1, at));
     when.textContent = `epoch ${epochs[chosen]}`;
-    for (const [i, line] of lines.entries()) outputs[i].textContent = line.values[chosen] == null ? "–" : figure(line.values[chosen]);
+    for (const [i, line] of lines.entries()) outputs[i].textContent = line.values[chosen] == null ? "–" : precise(line.values[chosen]);
     cursor.setAttribute("x1", x(epochs[chosen]));
     cursor.setAttribute("x2", x(epochs[chosen]));
     cursor.setAttribute("visibility", pointed ? "visible" : "hidden");

@@ -32,8 +32,8 @@ function card(cluster, position) {
   );
   if (CLASSES && cluster.size) {
     const other = cluster.stands_for !== cluster.class;
-    const stands = cluster.stands_for < 0 ? "; stands for no class" : other ? `; stands for ${CLASSES[cluster.stands_for]}` : "";
-    head.append(make("p", { class: "small", text: `${share(cluster.purity)} ${CLASSES[cluster.class]}${stands}` }));
+    const stands = cluster.stands_for < 0 ? "; stands for no class" : other ? `; stands for class ${CLASSES[cluster.stands_for]}` : "";
+    head.append(make("p", { class: "small", text: `mostly class ${CLASSES[cluster.class]} (${share(cluster.purity)})${stands}` }));
   }
   const node = make("article", { class: "card", "data-cluster": position, "aria-label": clusterTitle(position) }, head);
   if (!cluster.size) node.append(make("p", { class: "small", text: "No image is in this cluster." }));

@@ -164,7 +164,7 @@ for (const button of document.querySelectorAll("button.copy")) button.addEventLi
 
 for (const [position, { size }] of CLUSTERS.entries()) {
   if (!size) continue;
-  const part = make("span");
+  const part = make("span", { title: `${clusterTitle(position)}: ${count(size, "image", "images")}` });
   part.style.flexGrow = size;
   part.style.background = colour(position);
   byId("strip").append(part);
@@ -173,7 +173,7 @@ for (const [position, { size }] of CLUSTERS.entries()) {
 for (const pair of document.querySelectorAll("[data-pair]")) {
   const extremes = make("span", { class: "extremes", "aria-hidden": "true" });
   for (const position of pair.dataset.pair.split(" ").map(Number)) {
-    extremes.append(dot(position), ...CLUSTERS[position].most.slice(0, 3).filter(hasPicture).map((number) => picture(number, 28)));
+    extremes.append(dot(position), ...CLUSTERS[position].most.slice(0, 3).filter(hasPicture).map((number) => picture(number, 30)));
   }
   pair.append(extremes);
 }
