@@ -18,7 +18,7 @@ from typing import Any
 from semclust.config import Settings, from_json
 from semclust.data import Images, open_images
 from semclust.errors import InputError, SemclustError
-from semclust.report.collect import Assignments, collect, read_columns
+from semclust.report.content import Assignments, collect, read_columns
 from semclust.report.kept import FILE, Kept, keep, read_kept
 from semclust.report.page import GENERATOR, render
 from semclust.run_folder import RunFolder, fingerprint

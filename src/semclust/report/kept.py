@@ -190,7 +190,8 @@ def read_kept(path: Path, n_images: int) -> Kept:
         pictures: dict[str, Any] | None = about["sheets"]
         sheets = None
         if pictures:
-            sheets = Sheets([arrays[f"sheet.{i}"].tobytes() for i in range(pictures["files"])], pictures)
+            files = [arrays[f"sheet.{i}"].tobytes() for i in range(pictures.pop("files"))]
+            sheets = Sheets(files, pictures)
         kept = Kept(
             int(about["extremes"]),
             arrays["pictured"],

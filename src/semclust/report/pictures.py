@@ -19,7 +19,7 @@ SIDES = (96, 64, 48, 32, 16)  # of a thumbnail; the first that fits the budget
 BUDGET = 8_000_000  # bytes of all sheets; a third more as text in the page
 SHEET = 1024  # pixels of a sheet's side
 LOSSLESS = 1024  # values of a thumbnail up to which a PNG is as small as a JPEG
-JPEG_BLOCK = 16  # a tile that fills whole blocks does not bleed into the next
+JPEG_BLOCK = 8  # a tile that fills whole blocks does not bleed into the next, while colours have full resolution
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def _draw(pixels: np.ndarray, rows: np.ndarray, side: int) -> Sheets:
         if lossless:
             sheet.save(buffer, "PNG", optimize=True)
         else:
-            sheet.save(buffer, "JPEG", quality=82, optimize=True)
+            sheet.save(buffer, "JPEG", quality=82, subsampling=0)  # "optimize" fails on noise, whose JPEG is large
         files.append(buffer.getvalue())
     about = {
         "type": "image/png" if lossless else "image/jpeg",

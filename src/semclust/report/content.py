@@ -27,7 +27,7 @@ from semclust.report.settings_table import fit_command, settings_table
 from semclust.run_folder import RunFolder
 from semclust.storage import read_json
 
-ALL_NAMES = 5_000_000  # bytes, compressed, up to which the names of all images are in the page
+ALL_NAMES = 4_000_000  # bytes, compressed, up to which the names of all images are in the page
 REASONS = 12  # for skipping files, with a few examples of each
 EXAMPLES = 5
 
