@@ -253,7 +253,8 @@ def tile(sheets: pictures.Sheets, number: int) -> np.ndarray:
     columns, lines = sheets.about["columns"], sheets.about["lines"]
     image = np.asarray(Image.open(io.BytesIO(sheets.files[number // (columns * lines)])))
     line, column = divmod(number % (columns * lines), columns)
-    return image[line * ch : line * ch + h, column * cw : column * cw + w]
+    top, left = line * ch + sheets.about["edge"], column * cw + sheets.about["edge"]
+    return image[top : top + h, left : left + w]
 
 
 @pytest.mark.parametrize(("shape", "kind"), [((12, 9, 1), "PNG"), ((16, 16, 3), "PNG"), ((40, 28, 3), "JPEG")])

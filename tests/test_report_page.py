@@ -341,10 +341,16 @@ def test_views_colours_and_highlights(page):
 
 
 def test_thumbnails_take_the_place_of_points_where_there_is_room(page):
-    assert after_drawing(page, "CANVAS.dataset.tiles") == "false"
+    assert after_drawing(page, "CANVAS.dataset.tiles") == "0"
     run(page, "goToPoint(4)")
     page.execute_async_script("const done = arguments[0]; setTimeout(done, 200)")
-    assert after_drawing(page, "CANVAS.dataset.tiles") == "true"
+    assert 4 < int(after_drawing(page, "CANVAS.dataset.tiles")) < N
+    nearest = run(
+        page,
+        "const at = [...tilesWithRoom()].map(toScreen), gap = (a, b) => Math.max(Math.abs(a[0] - b[0]), Math.abs(a[1] - b[1]));"
+        "return Math.min(...at.flatMap((a, i) => at.slice(i + 1).map(b => gap(a, b))))",
+    )
+    assert nearest >= run(page, "return TILE")  # none covers another
     assert after_drawing(page, "[...sheetImages.values()].every(i => i.naturalWidth > 0)")
     assert run(page, "return document.activeElement.id") == "canvas"
 
@@ -418,7 +424,7 @@ def test_a_run_without_labels_and_pictures(browser, tmp_path):
         == 0
     )
     run(browser, "goToPoint(3)")
-    assert after_drawing(browser, "CANVAS.dataset.tiles") == "false"
+    assert after_drawing(browser, "CANVAS.dataset.tiles") == "0"
 
 
 def test_many_images_stay_small_and_quick(browser, tmp_path):

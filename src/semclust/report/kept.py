@@ -7,6 +7,7 @@ Shapes: N images, C clusters, M images on the map, d representation.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def keep(
                 kept.labels, kept.classes = labels, [str(name)[:LABEL_LENGTH] for name in names]
         if not str(settings.backbone).startswith("python:"):  # the name of a module that is not here
             features |= features_of_tasks(images.pixels[mapped], settings, tensors, tasks, run.checkpoint)
-    kept.maps = {kind: places(x, seed) for kind, x in features.items()}
+    with ThreadPoolExecutor() as pool:
+        kept.maps = dict(zip(features, pool.map(lambda x: places(x, seed), features.values()), strict=True))
     write_kept(run.path / FILE, kept)
     return kept
 

@@ -19,6 +19,7 @@ SIDES = (96, 64, 48, 32, 16)  # of a thumbnail; the first that fits the budget
 BUDGET = 8_000_000  # bytes of all sheets; a third more as text in the page
 SHEET = 1024  # pixels of a sheet's side
 LOSSLESS = 1024  # values of a thumbnail up to which a PNG is as small as a JPEG
+EDGE = 1  # pixels around a tile that repeat its border: enlarged, it does not show its neighbours
 JPEG_BLOCK = 8  # a tile that fills whole blocks does not bleed into the next, while colours have full resolution
 
 
@@ -46,7 +47,9 @@ def _draw(pixels: np.ndarray, rows: np.ndarray, side: int) -> Sheets:
     h, w = max(1, round(H * scale)), max(1, round(W * scale))
     channels = 1 if c < 3 else 3
     lossless = h * w * channels <= LOSSLESS
-    cell_h, cell_w = (h, w) if lossless else (_whole_blocks(h), _whole_blocks(w))
+    cell_h, cell_w = h + 2 * EDGE, w + 2 * EDGE
+    if not lossless:
+        cell_h, cell_w = _whole_blocks(cell_h), _whole_blocks(cell_w)
     columns, lines = max(1, SHEET // cell_w), max(1, SHEET // cell_h)
     files = []
     for start in range(0, len(rows), columns * lines):
@@ -54,7 +57,7 @@ def _draw(pixels: np.ndarray, rows: np.ndarray, side: int) -> Sheets:
         in_order = np.sort(part)  # as they lie on the disk, where the pixels are a mapped file
         tiles = pixels[in_order][np.searchsorted(in_order, part)]
         tiles = resize(with_channels(tiles[..., :1] if c == 2 else tiles, channels), (h, w))
-        tiles = np.pad(tiles, ((0, 0), (0, cell_h - h), (0, cell_w - w), (0, 0)), mode="edge")
+        tiles = np.pad(tiles, ((0, 0), (EDGE, cell_h - h - EDGE), (EDGE, cell_w - w - EDGE), (0, 0)), mode="edge")
         used = math.ceil(len(part) / columns)
         grid = np.zeros((used * columns, cell_h, cell_w, channels), np.uint8)
         grid[: len(part)] = tiles
@@ -71,6 +74,7 @@ def _draw(pixels: np.ndarray, rows: np.ndarray, side: int) -> Sheets:
         "type": "image/png" if lossless else "image/jpeg",
         "tile": [w, h],
         "cell": [cell_w, cell_h],
+        "edge": EDGE,
         "columns": columns,
         "lines": lines,
     }

@@ -3,7 +3,7 @@
 const CANVAS = byId("canvas");
 const { points: POINTS, views: VIEWS } = DATA.map;
 const MOST_ZOOM = 60;
-const TILES_AT_ONCE = 260; // with fewer points in sight, thumbnails take their place
+const TILE = 34; // pixels of a thumbnail on the map; they appear where there is room for them
 const MARGIN = 28;
 const map = { view: VIEWS[0], by: "cluster", zoom: 1, x: 0.5, y: 0.5, point: -1, only: -1, width: 1, height: 1 };
 
@@ -42,37 +42,66 @@ function draw() {
   }
   // What is highlighted lies on top.
   if (map.only >= 0) inSight.sort((a, b) => (groupOf(a[0]) === map.only) - (groupOf(b[0]) === map.only));
-  const tiles = SHEETS != null && map.zoom > 1.5 && inSight.length <= TILES_AT_ONCE;
-  const radius = Math.min(6, (POINTS.length > 3000 ? 2.2 : 2.8) * Math.sqrt(map.zoom));
+  const withTile = tilesWithRoom();
+  const radius = Math.min(5, (POINTS.length > 3000 ? 2.2 : 2.8) * Math.sqrt(map.zoom));
+  const strength = (point) => (map.only < 0 ? 0.85 : groupOf(point) === map.only ? 1 : 0.12);
   for (const [point, x, y] of inSight) {
-    pen.globalAlpha = map.only < 0 ? 0.85 : groupOf(point) === map.only ? 1 : 0.12;
-    if (tiles && drawTile(pen, point, x, y)) continue;
+    pen.globalAlpha = strength(point);
     pen.fillStyle = colour(groupOf(point));
     pen.beginPath();
     pen.arc(x, y, radius, 0, 2 * Math.PI);
     pen.fill();
   }
   pen.globalAlpha = 1;
+  for (const [point, x, y] of inSight) {
+    if (withTile.has(point)) drawTile(pen, point, x, y);
+  }
   drawTitles(pen);
   if (map.point >= 0) {
     const [x, y] = toScreen(map.point);
     pen.strokeStyle = themeColour("--ink");
     pen.lineWidth = 2;
     pen.beginPath();
-    pen.arc(x, y, radius + 4, 0, 2 * Math.PI);
+    pen.arc(x, y, withTile.has(map.point) ? 0.8 * TILE : radius + 4, 0, 2 * Math.PI);
     pen.stroke();
   }
   showTip();
   CANVAS.dataset.zoom = map.zoom.toFixed(2);
   CANVAS.dataset.inSight = inSight.length;
-  CANVAS.dataset.tiles = tiles;
+  CANVAS.dataset.tiles = withTile.size;
   if (!performance.getEntriesByName("map-drawn").length) performance.mark("map-drawn");
+}
+
+/** The points whose thumbnails fit beside each other at this zoom; moving the map does not change them. */
+let roomFor = { key: "", points: new Set() };
+function tilesWithRoom() {
+  const key = [map.view.kind, map.by, map.only, scale()].join();
+  if (roomFor.key === key) return roomFor.points;
+  const points = new Set();
+  const taken = new Map(); // squares of the size of a tile, and the place of the tile in each
+  const apart = TILE + 3;
+  for (let point = 0; point < POINTS.length && SHEETS != null && map.zoom > 1.5; point++) {
+    if (map.only >= 0 && groupOf(point) !== map.only) continue;
+    const [x, y] = map.view.xy[point].map((value) => value * scale());
+    const [column, line] = [Math.floor(x / apart), Math.floor(y / apart)];
+    let free = true;
+    for (let dx = -1; dx <= 1 && free; dx++) {
+      for (let dy = -1; dy <= 1 && free; dy++) {
+        const other = taken.get(`${column + dx},${line + dy}`);
+        free = !other || Math.abs(other[0] - x) >= apart || Math.abs(other[1] - y) >= apart;
+      }
+    }
+    if (!free) continue;
+    taken.set(`${column},${line}`, [x, y]);
+    points.add(point);
+  }
+  roomFor = { key, points };
+  return points;
 }
 
 const sheetImages = new Map();
 function drawTile(pen, point, x, y) {
-  const number = POINTS[point];
-  const { sheet, x: left, y: top } = tileOf(number);
+  const { sheet, x: left, y: top } = tileOf(POINTS[point]);
   if (!sheetImages.has(sheet)) {
     const image = new Image();
     image.addEventListener("load", redraw);
@@ -80,14 +109,14 @@ function drawTile(pen, point, x, y) {
     sheetImages.set(sheet, image);
   }
   const image = sheetImages.get(sheet);
-  if (!image.complete || !image.naturalWidth) return false;
+  if (!image.complete || !image.naturalWidth) return;
   const [w, h] = SHEETS.tile;
-  const size = 34 / Math.max(w, h);
-  pen.drawImage(image, left, top, w, h, x - (w * size) / 2, y - (h * size) / 2, w * size, h * size);
+  const size = TILE / Math.max(w, h);
+  const box = [x - (w * size) / 2, y - (h * size) / 2, w * size, h * size];
+  pen.drawImage(image, left, top, w, h, ...box);
   pen.strokeStyle = colour(groupOf(point));
   pen.lineWidth = 2;
-  pen.strokeRect(x - (w * size) / 2, y - (h * size) / 2, w * size, h * size);
-  return true;
+  pen.strokeRect(...box);
 }
 
 let titles = []; // of the groups, each in the middle of its points

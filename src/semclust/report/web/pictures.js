@@ -86,8 +86,8 @@ function tileOf(number) {
   const inSheet = number % (SHEETS.columns * SHEETS.lines);
   return {
     sheet: Math.floor(number / (SHEETS.columns * SHEETS.lines)),
-    x: (inSheet % SHEETS.columns) * SHEETS.cell[0],
-    y: Math.floor(inSheet / SHEETS.columns) * SHEETS.cell[1],
+    x: (inSheet % SHEETS.columns) * SHEETS.cell[0] + SHEETS.edge,
+    y: Math.floor(inSheet / SHEETS.columns) * SHEETS.cell[1] + SHEETS.edge,
   };
 }
 
