@@ -414,8 +414,9 @@ def test_close_clusters():
     assert order == sorted(order, reverse=True)
 
 
-def test_only_the_closest_pairs_are_suggested(made):
+def test_only_the_closest_pairs_are_suggested(made, tmp_path):
     assert len(collected(made)["pairs"]) == 6
+    assert collected(make_run(tmp_path, n_clusters=2))["pairs"] == []  # to merge the last two leaves nothing
     rng = np.random.default_rng(0)
     assert len(closest_pairs(rng.normal(size=(60, 4)), np.arange(60) % 30, np.arange(60) % 29, 30)) == 10
 
@@ -572,7 +573,11 @@ def test_health_in_words(tmp_path):
     text = write_report(make_run(tmp_path, warnings=["One & only"]).path).read_text("utf-8")
     assert "1 warning during the fit" in text and "One &amp; only" in text and "Healthy" not in text
     text = write_report(make_run(tmp_path).path).read_text("utf-8")
-    assert "Healthy" in text and "during the fit</strong>" not in text
+    assert "Healthy" in text and "during the fit" not in text
+    run = make_run(tmp_path)
+    run.assignments.write_text(run.assignments.read_text().replace(",1,0.", ",0,0.").replace(",2,0.", ",0,0."))
+    text = write_report(run.path).read_text("utf-8")
+    assert "Healthy" not in text and "2 clusters are empty." in text and "The largest cluster holds" in text
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (95.2, "95 s"), (130, "2 min"), (9000, "2.5 h")])

@@ -98,6 +98,8 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "run": printable(str(run.path)),
         "n_images": len(names),
         "n_clusters": len(ids),
+        "n_empty": int((sizes[ids] == 0).sum()),
+        "largest": float(sizes.max() / len(names)),
         "merged_from": len(groups.of) if len(ids) < len(groups.of) else None,
         "skipped": skipped,
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
@@ -196,6 +198,8 @@ def all_names(names: list[str], confidence: np.ndarray, cluster: np.ndarray) -> 
 def describe_pairs(
     run: RunFolder, cluster: np.ndarray, runner_up: np.ndarray, ids: list[int], titles: list[str]
 ) -> list[dict[str, Any]]:
+    if len(ids) <= 2:  # one cluster with everything in it is none
+        return []
     embeddings = np.load(run.path / "embeddings.npy", mmap_mode="r", allow_pickle=False)
     if len(embeddings) != len(cluster):
         raise DamagedFileError(

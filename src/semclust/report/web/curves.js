@@ -76,6 +76,7 @@ function chart({ title, span, lines, epochs }) {
   key.append(when);
 
   let chosen = epochs.length - 1;
+  let words = "";
   function choose(at, pointed) {
     chosen = Math.max(0, Math.min(epochs.length - 1, at));
     when.textContent = `epoch ${epochs[chosen]}`;
@@ -83,8 +84,8 @@ function chart({ title, span, lines, epochs }) {
     cursor.setAttribute("x1", x(epochs[chosen]));
     cursor.setAttribute("x2", x(epochs[chosen]));
     cursor.setAttribute("visibility", pointed ? "visible" : "hidden");
-    const words = lines.map((line, i) => `${line.title} ${outputs[i].textContent}`).join(", ");
-    node.setAttribute("aria-label", `${title}. ${when.textContent}: ${words}. The arrow keys go through the epochs.`);
+    words = `${when.textContent}: ${lines.map((line, i) => `${line.title} ${outputs[i].textContent}`).join(", ")}`;
+    node.setAttribute("aria-label", `${title}. ${words}. The arrow keys go through the epochs.`);
   }
   node.addEventListener("pointermove", (event) => {
     const box = node.getBoundingClientRect();
@@ -99,6 +100,7 @@ function chart({ title, span, lines, epochs }) {
     if (to === undefined) return;
     event.preventDefault();
     choose(to, true);
+    byId("charts-live").textContent = words;
   });
   choose(epochs.length - 1, false);
   return make("figure", { class: "chart" }, make("h3", { text: title }), key, node);
