@@ -17,6 +17,7 @@ N, N_CLUSTERS = 300, 4
 def html(tmp_path_factory) -> Path:
     names = [f"{i:03}.jpg" for i in range(N)]
     names[7], names[8], names[9] = HOSTILE, "</script><b>bold</b>.png", "two\nlines \udcff.png"
+    names[10] = "IMG_7.PNG"
     run = make_run(tmp_path_factory.mktemp("page"), N, N_CLUSTERS, names=names, skipped=[(HOSTILE, "empty file")])
     return write_report(run.path)
 
@@ -183,6 +184,7 @@ def test_search_among_all_names(page):
     assert run(page, "return document.getElementById('cards').hidden")
     assert enter(page, "search", "  ONERROR ").startswith("1 image found")
     assert run(page, "return document.querySelector('.results .name').textContent") == HOSTILE
+    assert enter(page, "search", "img_7.p").startswith("1 image found")
     assert enter(page, "search", "lines \\udcff").startswith("1 image found")
     assert enter(page, "search", "nothing like it").startswith("0 images found")
     assert "The first 60 are shown" in enter(page, "search", "jpg")
@@ -347,7 +349,8 @@ def test_thumbnails_take_the_place_of_points_where_there_is_room(page):
     assert 4 < int(after_drawing(page, "CANVAS.dataset.tiles")) < N
     nearest = run(
         page,
-        "const at = [...tilesWithRoom()].map(toScreen), gap = (a, b) => Math.max(Math.abs(a[0] - b[0]), Math.abs(a[1] - b[1]));"
+        "const at = [...tilesWithRoom()].map(toScreen);"
+        "const gap = (a, b) => Math.max(Math.abs(a[0] - b[0]), Math.abs(a[1] - b[1]));"
         "return Math.min(...at.flatMap((a, i) => at.slice(i + 1).map(b => gap(a, b))))",
     )
     assert nearest >= run(page, "return TILE")  # none covers another
