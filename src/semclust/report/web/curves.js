@@ -1,7 +1,8 @@
 /* The curves of training: one chart for each kind of figure, with the values of an epoch on hover and by arrow key. */
 
 const SVG = "http://www.w3.org/2000/svg";
-const CHART = { width: 520, height: 240, left: 46, right: 12, top: 18, bottom: 26 };
+// As wide as there is room for: on a phone the letters stay as large as they are.
+const CHART = { width: Math.max(260, Math.min(520, byId("charts").clientWidth - 34)), height: 240, left: 46, right: 12, top: 18, bottom: 26 };
 const DASHES = ["", "6 4", "2 3", "9 3 2 3"]; // lines are told apart without their colours too
 
 function svg(tag, attributes = {}, text = "") {
