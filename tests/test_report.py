@@ -98,6 +98,13 @@ def test_without_images_there_are_names_and_a_map(tmp_path):
     assert "were not at hand" in (run.path / "report.html").read_text("utf-8")
 
 
+def test_without_a_checkpoint_the_final_network_is_on_the_map(tmp_path):
+    run, images = fitted_run(tmp_path, tiny(backbone="resnet10", width=2))
+    run.checkpoint.unlink()
+    data = data_of(write_report(run.path, images=images))
+    assert [view["kind"] for view in data["map"]["views"]] == ["target"] and data["sheets"]["pictures"] == 40
+
+
 def test_images_are_found_again_where_the_fit_found_them(tmp_path):
     images = make_images(40)
     np.savez(tmp_path / "set.npz", images=images.pixels, labels=np.arange(40) % 4)
@@ -518,8 +525,16 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(DamagedFileError, match="does not have"):
         write_report(run.path)
     run.assignments.write_text(text)
+    config = run.read_config()
+    write_json(run.path / "config.json", {"format": config["format"]})
+    with pytest.raises(DamagedFileError, match="lacks 'settings'"):
+        write_report(run.path)
+    run.write_config(config)
     np.save(run.path / "embeddings.npy", np.ones((299, 4)))
-    with pytest.raises(DamagedFileError, match="299 rows"):
+    with pytest.raises(DamagedFileError, match=r"\(299, 4\), but"):
+        write_report(run.path)
+    (run.path / "embeddings.npy").unlink()
+    with pytest.raises(DamagedFileError, match="cannot be read"):
         write_report(run.path)
 
 

@@ -15,10 +15,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from semclust.config import Settings, from_json
+from semclust.config import Settings
 from semclust.data import Images, open_images
 from semclust.errors import InputError, SemclustError
-from semclust.report.content import Assignments, collect, read_columns
+from semclust.report.content import Assignments, collect, read_columns, read_settings
 from semclust.report.kept import FILE, Kept, keep, read_kept
 from semclust.report.page import GENERATOR, render
 from semclust.run_folder import RunFolder, fingerprint
@@ -47,8 +47,7 @@ def write_report(run_folder: str | Path, out: str | Path | None = None, images: 
 
 
 def keep_now(run: RunFolder, assigned: Assignments, images: Images | None) -> Kept:
-    config = run.read_config()
-    settings = Settings(**from_json(config["settings"]))
+    config, settings = read_settings(run)
     return keep(run, settings, images or find_images(config, settings), assigned.cluster, assigned.confidence)
 
 

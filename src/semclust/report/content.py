@@ -22,7 +22,7 @@ from semclust.groups import Groups
 from semclust.report.against_labels import Comparison, compare, confusion
 from semclust.report.close import closest_pairs
 from semclust.report.curves import curves, phases, table_of_epochs
-from semclust.report.kept import Kept, most_and_least_certain
+from semclust.report.kept import Kept, most_and_least_certain, read_embeddings
 from semclust.report.settings_table import fit_command, settings_table
 from semclust.run_folder import RunFolder
 from semclust.storage import read_json
@@ -34,28 +34,21 @@ EXAMPLES = 5
 
 @dataclass
 class Assignments:
-    """The columns of assignments.csv."""
+    """What the page needs of assignments.csv."""
 
     names: list[str]
     cluster: np.ndarray
     confidence: np.ndarray
     runner_up: np.ndarray
-    margin: np.ndarray
 
 
 def read_columns(run: RunFolder) -> Assignments:
     try:
         with open(run.assignments, newline="", encoding="utf-8", errors="surrogateescape") as file:
             rows = csv.DictReader(file)
-            cells = [(r["path"], int(r["cluster"]), r["confidence"], int(r["runner_up"]), r["margin"]) for r in rows]
-        names, cluster, confidence, runner_up, margin = zip(*cells, strict=True)
-        return Assignments(
-            list(names),
-            np.array(cluster),
-            np.array(confidence, np.float64),
-            np.array(runner_up),
-            np.array(margin, np.float64),
-        )
+            cells = [(r["path"], int(r["cluster"]), float(r["confidence"]), int(r["runner_up"])) for r in rows]
+        names, *columns = zip(*cells, strict=True)
+        return Assignments(list(names), *map(np.array, columns))
     except FileNotFoundError:
         raise InputError(
             f"{run.assignments} is missing: has the run finished? `semclust fit --resume {run.path}`"
@@ -64,18 +57,24 @@ def read_columns(run: RunFolder) -> Assignments:
         raise DamagedFileError(f"{run.assignments} is damaged ({error!r}). Restore it, or fit again.") from error
 
 
+def read_settings(run: RunFolder) -> tuple[dict[str, Any], Settings]:
+    """config.json, and the settings in it."""
+    config = run.read_config()
+    if "settings" not in config:
+        raise DamagedFileError(f"{run.path / 'config.json'} lacks 'settings'; restore it from a copy, or fit again.")
+    return config, Settings(**from_json(config["settings"]))
+
+
 def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]:
     """Everything on the page. ``data`` in it is for the script, the rest for the template."""
-    config, summary = run.read_config(), read_json(run.path / "summary.json")
-    settings, history = Settings(**from_json(config["settings"])), run.read_metrics()
+    config, settings = read_settings(run)
+    summary, history = read_json(run.path / "summary.json"), run.read_metrics()
     groups = Groups.read(run.model)
-    try:
-        cluster, runner_up = groups.of[assigned.cluster], groups.of[assigned.runner_up]
-    except IndexError:
+    if max(assigned.cluster.max(), assigned.runner_up.max()) >= len(groups.of):
         raise DamagedFileError(
             f"{run.assignments} names clusters that the model does not have. Restore it, or fit again."
-        ) from None
-    sizes = np.bincount(cluster, minlength=int(groups.of.max()) + 1)
+        )
+    sizes = np.bincount(groups.of[assigned.cluster], minlength=len(groups.of))
     ids = sorted(groups.ids, key=lambda i: (-sizes[i], i))
     position = {cluster_id: i for i, cluster_id in enumerate(ids)}
     of = np.array([position[int(i)] for i in groups.of])
@@ -91,8 +90,6 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
     for described in clusters:
         for end in ("most", "least"):
             described[end] = [numbers[row] for row in described[end]]
-    skipped = read_skipped(run.path / "skipped.csv")
-    every_name = all_names(names, assigned.confidence, cluster)
     return {
         "title": printable(run.path.resolve().name),
         "run": printable(str(run.path)),
@@ -101,7 +98,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "n_empty": int((sizes[ids] == 0).sum()),
         "largest": float(sizes.max() / len(names)),
         "merged_from": len(groups.of) if len(ids) < len(groups.of) else None,
-        "skipped": skipped,
+        "skipped": read_skipped(run.path / "skipped.csv"),
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
         "warnings": [printable(str(warning)) for warning in summary.get("warnings", [])],
         "figures": truth and truth.figures,
@@ -116,7 +113,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "report_command": command("report", run.path),
         "time": in_words(summary.get("seconds", math.nan)),
         "sheets": [base64.b64encode(sheet).decode() for sheet in kept.sheets.files] if kept.sheets else [],
-        "all_names": every_name,
+        "all_names": all_names(names, assigned.confidence, cluster),
         "data": {
             "clusters": clusters,
             "classes": truth and truth.classes,
@@ -200,12 +197,7 @@ def describe_pairs(
 ) -> list[dict[str, Any]]:
     if len(ids) <= 2:  # one cluster with everything in it is none
         return []
-    embeddings = np.load(run.path / "embeddings.npy", mmap_mode="r", allow_pickle=False)
-    if len(embeddings) != len(cluster):
-        raise DamagedFileError(
-            f"{run.path / 'embeddings.npy'} holds {len(embeddings)} rows and assignments.csv {len(cluster)}. "
-            "Restore them, or fit again."
-        )
+    embeddings = read_embeddings(run, len(cluster))
     return [
         {
             "positions": [pair.first, pair.second],

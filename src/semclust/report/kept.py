@@ -63,14 +63,14 @@ def keep(
     rng = np.random.default_rng(seed)
     n_mapped = min(N, max(MAPPED[0], min(N // 10, MAPPED[1])))
     mapped = np.sort(rng.permutation(N)[:n_mapped])
-    embeddings = np.load(run.path / "embeddings.npy", mmap_mode="r", allow_pickle=False)
-    tensors, _ = run.read_checkpoint()
+    # A checkpoint is what people delete first to save space: without it, the final network is on the map alone.
+    tensors = run.read_checkpoint()[0] if run.checkpoint.exists() else {}
     tasks = {
         task: tensors[f"learner.task_modules.{task}.y"].numpy()[mapped]
         for task in ("under", "over")
         if f"learner.task_modules.{task}.y" in tensors
     }
-    features = {"target": embeddings[mapped]}
+    features = {"target": read_embeddings(run, N)[mapped]}
     extremes, gallery = choose_gallery(clusters, confidence, C)
     kept = Kept(extremes, np.empty(0, np.int64), mapped, {}, tasks)
     if images is not None:
@@ -80,12 +80,27 @@ def keep(
             names, labels = np.unique(images.labels, return_inverse=True)
             if len(names) <= CLASSES:
                 kept.labels, kept.classes = labels, [str(name)[:LABEL_LENGTH] for name in names]
-        if not str(settings.backbone).startswith("python:"):  # the name of a module that is not here
+        own = str(settings.backbone).startswith("python:")  # the name of a module that is not here
+        if tensors and not own:
             features |= features_of_tasks(images.pixels[mapped], settings, tensors, tasks, run.checkpoint)
     with ThreadPoolExecutor() as pool:
         kept.maps = dict(zip(features, pool.map(lambda x: places(x, seed), features.values()), strict=True))
     write_kept(run.path / FILE, kept)
     return kept
+
+
+def read_embeddings(run: RunFolder, n_images: int) -> np.ndarray:
+    """embeddings.npy, mapped: N x d, one row for each of assignments.csv."""
+    path = run.path / "embeddings.npy"
+    try:
+        embeddings = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DamagedFileError(f"{path} cannot be read ({error}). Restore it, or fit again.") from error
+    if embeddings.ndim != 2 or len(embeddings) != n_images:
+        raise DamagedFileError(
+            f"{path} has the shape {embeddings.shape}, but assignments.csv {n_images} rows. Restore them, or fit again."
+        )
+    return embeddings
 
 
 def choose_gallery(clusters: np.ndarray, confidence: np.ndarray, n_clusters: int) -> tuple[int, np.ndarray]:
