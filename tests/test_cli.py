@@ -27,7 +27,7 @@ from semclust.cli import FitSettings, assigning, main, parse
 from semclust.display import Display, clock, figures, printable, show_clusters
 from semclust.run_folder import RunFolder
 
-FAST = ["-k", "3", "--epochs", "3", "--width", "2", "--batch-size", "8", "--device", "cpu"]
+FAST = ["-k", "3", "--epochs", "3", "--width", "2", "--batch-size", "8", "--device", "cpu", "--no-report"]
 N = 20
 ALL_RESULTS = ("config.json", *RESULTS)
 
@@ -207,7 +207,7 @@ def test_a_relative_path_is_kept_as_an_absolute_one(photos, here):
 def test_digits_are_the_embedded_ones_even_beside_a_folder_of_that_name(here, capsys):
     save_images(here / "digits", noisy_groups(12, size=16))
     small = ["-k", "10", "--epochs", "1", "--width", "1", "--batch-size", "600", "--image-size", "8", "--device", "cpu"]
-    assert call("fit", "digits", *small) == 0
+    assert call("fit", "digits", *small, "--no-report") == 0
     assert "1,797 images" in capsys.readouterr().out
     assert call("evaluate", "runs/digits") == 0
     assert "ACC 0." in capsys.readouterr().out

@@ -9,6 +9,7 @@ semclust rename runs/photos 2 ships
 semclust reduce runs/photos --to 8
 semclust undo runs/photos
 semclust export runs/photos --format onnx
+semclust report runs/photos
 """
 
 import contextlib
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.console import Console
 
+    from semclust.data import Images
     from semclust.groups import Groups
     from semclust.run_folder import RunFolder
 
@@ -63,6 +65,8 @@ class Fit:
     """Folder in which the run folder is made."""
     resume: Annotated[Path | None, arg(metavar="RUN")] = None
     """Go on with this run folder; its own settings hold."""
+    report: bool = True
+    """Write report.html, a page to look at, when the fit is done."""
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
 
 
@@ -152,6 +156,16 @@ class Export:
     run folder, where it then follows merges as assignments.csv does."""
 
 
+@dataclass
+class Report:
+    """Write one page about a run: its clusters in pictures, a map, curves, tables and settings."""
+
+    run: Annotated[Path, arg(metavar="RUN"), tyro.conf.Positional]
+    """A finished run folder of `semclust fit`."""
+    out: Annotated[Path | None, arg(metavar="HTML")] = None
+    """File to write; one that exists is never overwritten. By default report.html in the run folder."""
+
+
 Command = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Predict, tyro.conf.subcommand("predict")]
@@ -161,8 +175,9 @@ Command = (
     | Annotated[Reduce, tyro.conf.subcommand("reduce")]
     | Annotated[Undo, tyro.conf.subcommand("undo")]
     | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
 )
-AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export
+AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export | Report
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -201,6 +216,8 @@ def run_command(command: AnyCommand, argv: list[str]) -> None:
         fit(command, argv, console)
     elif isinstance(command, Predict):
         predict(command, console)
+    elif isinstance(command, Report):
+        report(command, console)
     elif isinstance(command, Evaluate):
         evaluate(command, console)
     elif isinstance(command, Export):
@@ -237,7 +254,8 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     if command.resume:
         run = RunFolder.open(command.resume)
         config = run.read_config()
-        ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] != "--resume"]
+        heeded = ("--resume", "--report", "--no-report")
+        ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] not in heeded]
         if command.data:
             ignored.insert(0, command.data)
         if ignored:
@@ -289,6 +307,35 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     run.write_results(images.names, fitted.p, fitted.q, summary, groups)
     show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
     console.print(f"{summary['seconds']:.0f} s; run folder: {printable(str(run.path))}", markup=False, highlight=False)
+    if command.report:
+        report_on_fit(run, images, console)
+
+
+def report_on_fit(run: "RunFolder", images: "Images", console: "Console") -> None:
+    """The report at the end of a fit. All results are written by now: whatever fails here loses none of them."""
+    from semclust.display import printable
+    from semclust.report import write_report
+
+    again = f"Try again with: {own_name()} report {run.path}"
+    try:
+        with console.status("writing the report"):
+            path = write_report(run.path, images=images)
+    except KeyboardInterrupt:
+        end(f"\nInterrupted while writing the report; the results are complete. {again}", INTERRUPTED)
+    except Exception as error:
+        told = f"warning: the report could not be written ({type(error).__name__}: {error}). {again}"
+        console.print(printable(told), style="yellow", markup=False, highlight=False, soft_wrap=True)
+    else:
+        console.print(f"report: {printable(str(path))}", markup=False, highlight=False)
+
+
+def report(command: Report, console: "Console") -> None:
+    from semclust.display import printable
+    from semclust.report import write_report
+
+    with console.status("writing the report"):
+        path = write_report(command.run, command.out)
+    console.print(printable(str(path)), markup=False, highlight=False, soft_wrap=True)
 
 
 def predict(command: Predict, console: "Console") -> None:

@@ -9,6 +9,7 @@ probabilities.npy  of the clusters of the fit, in the same order: what the assig
 embeddings.npy     one row an image, in the order of assignments.csv
 skipped.csv        files that could not be read, with the reason
 summary.json       final figures, time, versions
+report.html        a page to look at; report.safetensors holds its thumbnails and map
 """
 
 import contextlib

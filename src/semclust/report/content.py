@@ -1,0 +1,279 @@
+"""From a run folder to all that its page shows: plain values, in the words a reader sees.
+
+Shapes: N images, G clusters that remain, S images that are shown, M of them on the map.
+"""
+
+import base64
+import csv
+import math
+import shlex
+import zlib
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from semclust.config import Settings, from_json
+from semclust.display import printable
+from semclust.errors import DamagedFileError, InputError
+from semclust.groups import Groups
+from semclust.report.against_labels import Comparison, compare, confusion
+from semclust.report.close import closest_pairs
+from semclust.report.curves import curves, phases, table_of_epochs
+from semclust.report.kept import Kept, most_and_least_certain, read_embeddings
+from semclust.report.settings_table import fit_command, settings_table
+from semclust.run_folder import RunFolder
+from semclust.storage import read_json
+
+ALL_NAMES = 4_000_000  # bytes, compressed, up to which the names of all images are in the page
+REASONS = 12  # for skipping files, with a few examples of each
+EXAMPLES = 5
+
+
+@dataclass
+class Assignments:
+    """What the page needs of assignments.csv."""
+
+    names: list[str]
+    cluster: np.ndarray
+    confidence: np.ndarray
+    runner_up: np.ndarray
+
+
+def read_columns(run: RunFolder) -> Assignments:
+    try:
+        with open(run.assignments, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = csv.DictReader(file)
+            cells = [(r["path"], int(r["cluster"]), float(r["confidence"]), int(r["runner_up"])) for r in rows]
+        names, *columns = zip(*cells, strict=True)
+        return Assignments(list(names), *map(np.array, columns))
+    except FileNotFoundError:
+        raise InputError(
+            f"{run.assignments} is missing: has the run finished? `semclust fit --resume {run.path}`"
+        ) from None
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise DamagedFileError(f"{run.assignments} is damaged ({error!r}). Restore it, or fit again.") from error
+
+
+def read_settings(run: RunFolder) -> tuple[dict[str, Any], Settings]:
+    """config.json, and the settings in it."""
+    config = run.read_config()
+    if "settings" not in config:
+        raise DamagedFileError(f"{run.path / 'config.json'} lacks 'settings'; restore it from a copy, or fit again.")
+    return config, Settings(**from_json(config["settings"]))
+
+
+def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]:
+    """Everything on the page. ``data`` in it is for the script, the rest for the template."""
+    config, settings = read_settings(run)
+    summary, history = read_json(run.path / "summary.json"), run.read_metrics()
+    groups = Groups.read(run.model)
+    if max(assigned.cluster.max(), assigned.runner_up.max()) >= len(groups.of):
+        raise DamagedFileError(
+            f"{run.assignments} names clusters that the model does not have. Restore it, or fit again."
+        )
+    sizes = np.bincount(groups.of[assigned.cluster], minlength=len(groups.of))
+    ids = sorted(groups.ids, key=lambda i: (-sizes[i], i))
+    position = {cluster_id: i for i, cluster_id in enumerate(ids)}
+    of = np.array([position[int(i)] for i in groups.of])
+    cluster, runner_up = of[assigned.cluster], of[assigned.runner_up]  # from here on positions: 0 is the largest
+    titles = [f"{i} · {printable(groups.names[i])}" if i in groups.names else str(i) for i in ids]
+    truth = compare(cluster, len(ids), kept.labels, kept.classes) if kept.labels is not None else None
+
+    names = [printable(name) for name in assigned.names]
+    clusters = describe_clusters(cluster, len(ids), assigned.confidence, kept, truth)
+    for described, cluster_id, title in zip(clusters, ids, titles, strict=True):
+        described |= {"id": cluster_id, "title": title}
+    shown, numbers = shown_images(names, assigned, cluster, runner_up, kept, truth)
+    for described in clusters:
+        for end in ("most", "least"):
+            described[end] = [numbers[row] for row in described[end]]
+    return {
+        "title": printable(run.path.resolve().name),
+        "run": printable(str(run.path)),
+        "n_images": len(names),
+        "n_clusters": len(ids),
+        "n_empty": int((sizes[ids] == 0).sum()),
+        "largest": float(sizes.max() / len(names)),
+        "merged_from": len(groups.of) if len(ids) < len(groups.of) else None,
+        "skipped": read_skipped(run.path / "skipped.csv"),
+        "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
+        "warnings": [printable(str(warning)) for warning in summary.get("warnings", [])],
+        "figures": truth and truth.figures,
+        "pairs": describe_pairs(run, cluster, runner_up, ids, titles),
+        "confusion": truth and confusion(truth, titles),
+        "epochs": table_of_epochs(history),
+        "settings": settings_table(config["settings"]),
+        "source": printable(str(config.get("data"))),
+        "labels": printable(str(config["labels"])) if config.get("labels") else None,
+        "command": printable(fit_command(config)),
+        "own_code": [f"your own {name}" for name in ("backbone", "augment") if is_python(config["settings"].get(name))],
+        "report_command": command("report", run.path),
+        "time": in_words(summary.get("seconds", math.nan)),
+        "sheets": [base64.b64encode(sheet).decode() for sheet in kept.sheets.files] if kept.sheets else [],
+        "all_names": all_names(names, assigned.confidence, cluster),
+        "data": {
+            "clusters": clusters,
+            "classes": truth and truth.classes,
+            "images": shown,
+            "sheets": kept.sheets and {**kept.sheets.about, "pictures": len(kept.pictured)},
+            "map": {
+                "points": [numbers[row] for row in kept.mapped.tolist()],
+                "views": views(settings, kept),
+                "n_images": len(names),
+            },
+            "curves": curves(history),
+            "phases": phases(settings, len(names)),
+        },
+    }
+
+
+# ---- clusters and images ---------------------------------------------------------------------------
+
+
+def describe_clusters(
+    cluster: np.ndarray, n_clusters: int, confidence: np.ndarray, kept: Kept, truth: Comparison | None
+) -> list[dict[str, Any]]:
+    """Of every cluster its size, confidence, most frequent class, and the rows of its extreme images."""
+    sizes = np.bincount(cluster, minlength=n_clusters)
+    mean = np.bincount(cluster, confidence, minlength=n_clusters) / np.maximum(sizes, 1)
+    # Where clusters were merged after the fit, the extremes of all of them have their thumbnails already.
+    rows = np.sort(kept.pictured) if kept.sheets else np.arange(len(cluster))
+    ends = most_and_least_certain(cluster[rows], confidence[rows], kept.extremes)
+    described = []
+    for i, size in enumerate(sizes.tolist()):
+        most, least = ends.get(i, ([], []))
+        one: dict[str, Any] = {
+            "size": size,
+            "confidence": round(float(mean[i]), 4) if size else None,
+            "most": rows[most].tolist() if most else [],
+            "least": rows[least].tolist() if least else [],
+        }
+        if truth and size:
+            one["class"] = int(truth.table[i].argmax())
+            one["purity"] = float(truth.table[i].max() / size)
+            one["stands_for"] = int(truth.stands_for[i])
+        described.append(one)
+    return described
+
+
+def shown_images(
+    names: list[str],
+    assigned: Assignments,
+    cluster: np.ndarray,
+    runner_up: np.ndarray,
+    kept: Kept,
+    truth: Comparison | None,
+) -> tuple[dict[str, list[Any]], dict[int, int]]:
+    """Columns about the images that have a thumbnail or a place on the map, and the number that each row has there."""
+    ends = most_and_least_certain(cluster, assigned.confidence, kept.extremes) if not kept.sheets else {}
+    listed = [np.array([row for end in both for row in end], np.int64) for both in ends.values()]
+    others = np.setdiff1d(np.concatenate([kept.mapped, *listed]), kept.pictured)
+    rows = np.concatenate([kept.pictured, others])
+    columns = {
+        "row": rows.tolist(),
+        "name": [names[row] for row in rows],
+        "cluster": cluster[rows].tolist(),
+        "confidence": assigned.confidence[rows].tolist(),
+        "runner_up": runner_up[rows].tolist(),
+    }
+    if truth:
+        columns |= {"class": truth.labels[rows].tolist(), "right": truth.right[rows].astype(int).tolist()}
+    return columns, {row: number for number, row in enumerate(rows.tolist())}
+
+
+def all_names(names: list[str], confidence: np.ndarray, cluster: np.ndarray) -> str | None:
+    """Cluster, confidence and name of all images, a line each, compressed; None where that is too much for a page."""
+    lines = zip(cluster.tolist(), confidence.tolist(), names, strict=True)
+    text = "\n".join(f"{position} {sure:.4f} {name}" for position, sure, name in lines)
+    packed = zlib.compress(text.encode(), 9)
+    return base64.b64encode(packed).decode() if len(packed) <= ALL_NAMES else None
+
+
+def describe_pairs(
+    run: RunFolder, cluster: np.ndarray, runner_up: np.ndarray, ids: list[int], titles: list[str]
+) -> list[dict[str, Any]]:
+    if len(ids) <= 2:  # one cluster with everything in it is none
+        return []
+    embeddings = read_embeddings(run, len(cluster))
+    return [
+        {
+            "positions": [pair.first, pair.second],
+            "titles": [titles[pair.first], titles[pair.second]],
+            "cosine": round(pair.cosine, 2) + 0.0,  # no minus before a zero
+            "swapped": pair.swapped,
+            "command": command("merge", run.path, ids[pair.first], ids[pair.second]),
+        }
+        for pair in closest_pairs(embeddings, cluster, runner_up, len(ids))
+    ]
+
+
+def command(verb: str, *words: Any) -> str:
+    """A line to type into a shell."""
+    return " ".join(["semclust", verb, *(shlex.quote(printable(str(word))) for word in words)])
+
+
+def is_python(value: Any) -> bool:
+    return isinstance(value, str) and value.startswith("python:")  # what to_json stores of a module or callable
+
+
+def in_words(seconds: float) -> str:
+    if not math.isfinite(seconds):
+        return "unknown"
+    minutes, hours = round(seconds / 60), round(seconds / 360) / 10
+    return f"{seconds:.0f} s" if seconds < 120 else f"{minutes} min" if minutes < 120 else f"{hours:g} h"
+
+
+def read_skipped(path: Path) -> dict[str, Any]:
+    """How many files were skipped for each reason, with a few of their names."""
+    if not path.exists():
+        return {"n": 0, "reasons": []}
+    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+        rows = [(row.get("path") or "", row.get("reason") or "unknown") for row in csv.DictReader(file)]
+    counts = Counter(reason for _, reason in rows)
+    reasons = [
+        {"reason": printable(reason), "n": n, "names": [printable(p) for p, why in rows if why == reason][:EXAMPLES]}
+        for reason, n in counts.most_common(REASONS)
+    ]
+    return {"n": len(rows), "reasons": reasons, "more": max(0, len(counts) - REASONS)}
+
+
+# ---- the map ---------------------------------------------------------------------------------------
+
+
+def views(settings: Settings, kept: Kept) -> list[dict[str, Any]]:
+    """What the map can show: places, and whose clusters give the colours (None: the result's)."""
+
+    def view(kind: str, title: str, caption: str, places: str, task: str | None = None) -> dict[str, Any]:
+        return {
+            "kind": kind,
+            "title": title,
+            "caption": caption,
+            "xy": np.round(kept.maps[places], 4).tolist(),
+            "clusters": kept.tasks[task].tolist() if task else None,
+        }
+
+    found = [
+        view("target", "Target clusters", "Features of the trained network, from which the clusters come.", "target")
+    ]
+    for task, title in (("under", "Under-clustering"), ("over", "Over-clustering")):
+        if task not in kept.tasks:
+            continue
+        n = len(np.unique(kept.tasks[task]))
+        if task in kept.maps:
+            caption = f"Features of the task's own projection, coloured by its {n} clusters."
+            found.append(view(task, title, caption, task, task))
+        else:
+            shared = (
+                "The task's own features are not at hand"
+                if settings.projection_per_task
+                else "All tasks share features"
+            )
+            caption = f"{shared}: the places of the target clusters, coloured by this task's {n} clusters."
+            found.append(view(task, title, caption, "target", task))
+    if "untrained" in kept.maps:
+        caption = f"The same images in the network as it was before training (seed {settings.random_state})."
+        found.append(view("untrained", "Untrained network", caption, "untrained"))
+    return found
