@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def predictor() -> Predictor:
-    return fitting.fit(make_images(), tiny()).predictor
+    return fitting.fit(make_images(), tiny(epochs=8)).predictor
 
 
 @pytest.fixture
