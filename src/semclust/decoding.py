@@ -143,12 +143,12 @@ def to_pixels(opened: Image.Image, size: Size, channels: int) -> np.ndarray:
     if image.mode != mode:  # for a small image, each step that only copies takes a tenth of the time
         image = image.convert(mode)
     if image.size == (W, H):
-        return np.asarray(image).reshape(H, W, channels)
+        return np.frombuffer(image.tobytes(), np.uint8).reshape(H, W, channels)
     scale = min(image.width / W, image.height / H)
     left, top = max(0.0, (image.width - W * scale) / 2), max(0.0, (image.height - H * scale) / 2)
     box = (left, top, image.width - left, image.height - top)
     image = image.resize((W, H), Image.Resampling.BILINEAR, box, reducing_gap=2.0)
-    return np.asarray(image).reshape(H, W, channels)
+    return np.frombuffer(image.tobytes(), np.uint8).reshape(H, W, channels)
 
 
 def _in_bytes(image: Image.Image) -> Image.Image:

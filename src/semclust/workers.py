@@ -205,24 +205,26 @@ class Worker:
 
 def serve() -> None:
     """What a worker does: answer questions until its standard input ends."""
+    import gc
     import signal
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the one who asks
     warnings.simplefilter("ignore")
+    gc.set_threshold(50_000)  # Pillow makes many objects and few cycles
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # nothing that a decoder prints gets into the answer
     for line in sys.stdin.buffer:
         question = json.loads(line)
         Image.MAX_IMAGE_PIXELS = question["limit"]
         places = [place if isinstance(place, str) else tuple(place) for place in question["places"]]
-        content = b""
+        content = memoryview(b"")
         answer: dict[str, Any]
         if question["shape"] is None:
             answer = {"headers": read_headers(places)}
         else:
             H, W, c = question["shape"]
             block = decode_block(places, (H, W, c))
-            answer, content = {"skipped": block.skipped, "lasting": block.lasting}, block.rows.tobytes()
+            answer, content = {"skipped": block.skipped, "lasting": block.lasting}, block.rows.reshape(-1).data
         out.write(json.dumps({**answer, "bytes": len(content)}).encode() + b"\n")
         out.write(content)
         out.flush()
