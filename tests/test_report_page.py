@@ -440,3 +440,7 @@ def test_many_images_stay_small_and_quick(browser, tmp_path):
     assert run(browser, "return performance.getEntriesByName('map-drawn')[0].startTime") < 6000
     assert "A random sample of 2,000 of the 5,000 images" in text(browser, "map-about")
     assert len(cards(browser)) == 100 and browser.get_log("browser") == []
+    run(browser, "document.documentElement.style.scrollBehavior = 'auto'")
+    run(browser, "document.querySelector('nav [href=\"#map\"]').click()")
+    top = after_drawing(browser, "document.getElementById('map').getBoundingClientRect().top")
+    assert 40 < top < 90  # just below the bar of links

@@ -48,7 +48,7 @@ byId("cards").append(...CARDS);
 // ---- filters --------------------------------------------------------------------------------------
 
 byId("pick-cluster").append(
-  make("option", { value: -1, text: `all ${CLUSTERS.length}` }),
+  make("option", { value: -1, text: `all ${whole.format(CLUSTERS.length)}` }),
   ...CLUSTERS.map((cluster, position) => make("option", { value: position, text: `${cluster.title} (${whole.format(cluster.size)})` })),
 );
 

@@ -162,6 +162,7 @@ for (const button of document.querySelectorAll("button.copy")) button.addEventLi
 
 // ---- small decorations of the template's own parts ------------------------------------------------
 
+byId("strip").classList.toggle("many", CLUSTERS.length > 100); // then gaps between them would fill it
 for (const [position, { size }] of CLUSTERS.entries()) {
   if (!size) continue;
   const part = make("span", { title: `${clusterTitle(position)}: ${count(size, "image", "images")}` });
