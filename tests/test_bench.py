@@ -59,7 +59,7 @@ def test_all_tasks_are_at_work(monkeypatch):
     )
     monkeypatch.setattr(bench, "peak_tflops", lambda device: 1.0)
     settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4)
-    bench.measure_speed(settings, 96, 8, epochs=1, baseline=False)
+    bench.measure_speed(settings, 96, 8, epochs=1, beside=False)
     assert seen == {("cluster", "under", "over")}
 
 

@@ -35,12 +35,13 @@ def measure_speed(
     size: int,
     channels: int = 3,
     epochs: int = 4,
-    baseline: bool = True,
+    beside: bool = True,
     started: float | None = None,
     tell: Callable[[str], None] = lambda message: None,
 ) -> dict[str, Any]:
     """Train for some epochs on random images, and report speed, use of the device and memory.
 
+    beside: also run the same steps with the images streamed, and a plain training script.
     started: of ``time.perf_counter``, where the time to the first step counts from.
     """
     started = time.perf_counter() if started is None else started
@@ -72,7 +73,6 @@ def measure_speed(
         tell(f"{kind}: {whole[-1]:.3f} s, {refresh[-1]:.3f} s of it for the labels")
     seconds, label_seconds = float(np.mean(whole[1:])), float(np.mean(refresh[1:]))
 
-    step_seconds = seconds_of_steps(training, device)
     flop = flop_an_image(training)
     passes = (2 if settings.symmetric else 1) * (3 + (settings.contrast != "instance-memory"))
     work = n_images * flop * (passes + 1) / seconds / 1e12
@@ -99,18 +99,44 @@ def measure_speed(
         "share_of_peak": work / peak,
         "peak_memory_gib": peak_memory(device),
     }
+    if not beside:
+        return result
+    step_seconds = seconds_of_steps(training, device)
     if device.type == "cuda":
-        here = seconds_of_steps(training, device, Resident(pixels, device))
-        result["streamed_share"] = here / seconds_of_steps(training, device, Streamed(pixels, device))
-        tell(f"streamed from the host's memory: {result['streamed_share']:.0%} of the resident speed")
-    if baseline:
-        plain, ours = plain_speed(settings, pixels[:20_000], device), n_images / step_seconds
-        result |= {
-            "baseline_images_per_second": plain,
-            "step_images_per_second": ours,
-            "times_the_baseline": ours / plain,
+        other = Streamed if isinstance(training.images, Resident) else Resident
+        seconds = {
+            type(training.images): step_seconds,
+            other: seconds_of_steps(training, device, other(pixels, device)),
         }
-    return result
+        result["streamed_share"] = seconds[Resident] / seconds[Streamed]
+        tell(f"streamed from the host's memory: {result['streamed_share']:.0%} of the resident speed")
+    plain, ours = plain_speed(settings, pixels[:20_000], device), n_images / step_seconds
+    return result | {
+        "baseline_images_per_second": plain,
+        "step_images_per_second": ours,
+        "times_the_baseline": ours / plain,
+    }
+
+
+def in_words(figures: dict[str, Any]) -> list[str]:
+    """The figures as lines for a terminal."""
+    H, W, c = figures["image_shape"]
+    low, high = figures["seconds_per_epoch_spread"]
+    lines = [
+        f"{figures['images']:,} images of {H} x {W} x {c}, {figures['backbone']}, {figures['clusters']} clusters, "
+        f"batches of {figures['batch']}; {figures['device']}, {figures['engine']}",
+        f"{figures['images_per_second']:,.0f} images/s; {figures['seconds_per_epoch']:.3f} s an epoch "
+        f"({low:.3f} to {high:.3f}), {figures['seconds_per_label_refresh']:.3f} s of it to renew the labels",
+        f"{figures['tflops']:.4g} TFLOP/s, {figures['share_of_peak']:.0%} of the {figures['peak_tflops']:.4g} "
+        "of a large matrix product",
+        f"peak memory {figures['peak_memory_gib']:.2f} GiB; first step after {figures['time_to_first_step']:.1f} s",
+    ]
+    if "times_the_baseline" in figures:
+        lines.append(
+            f"{figures['times_the_baseline']:.1f} times a plain script "
+            f"({figures['step_images_per_second']:,.0f} against {figures['baseline_images_per_second']:,.0f} images/s)"
+        )
+    return lines
 
 
 def timed_refresh(training: Training, seconds: list[float], device: torch.device) -> None:

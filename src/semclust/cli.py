@@ -10,6 +10,7 @@ semclust reduce runs/photos --to 8
 semclust undo runs/photos
 semclust export runs/photos --format onnx
 semclust report runs/photos
+semclust bench speed
 """
 
 import contextlib
@@ -18,6 +19,7 @@ import itertools
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,6 +168,29 @@ class Report:
     """File to write; one that exists is never overwritten. By default report.html in the run folder."""
 
 
+@dataclass
+class Bench:
+    """Measure on this machine: how fast training runs, beside a plain training script in the same run."""
+
+    what: Annotated[Literal["speed"], arg(metavar="speed"), tyro.conf.Positional]
+    """speed: images a second, seconds an epoch and a label refresh, use of the device, memory, time to first step."""
+    images: int = 60_000
+    """How many, of random bytes."""
+    size: int = 32
+    """Their side in pixels."""
+    channels: Literal[1, 3] = 3
+    """Grey or colour."""
+    epochs_timed: int = 4
+    """After one to warm up."""
+    baseline: bool = True
+    """Run the plain script too: Pillow views in DataLoader workers, float32, eager."""
+    preset: Literal["default", "paper"] = "default"
+    """The settings to start from; other flags change single ones."""
+    out: Annotated[Path | None, arg(metavar="JSON")] = None
+    """File for the figures; one that exists is never overwritten. By default bench-speed.json, here, or -2, ..."""
+    settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
+
+
 Command = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
     | Annotated[Predict, tyro.conf.subcommand("predict")]
@@ -176,8 +201,9 @@ Command = (
     | Annotated[Undo, tyro.conf.subcommand("undo")]
     | Annotated[Export, tyro.conf.subcommand("export")]
     | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
 )
-AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export | Report
+AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export | Report | Bench
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -218,6 +244,8 @@ def run_command(command: AnyCommand, argv: list[str]) -> None:
         predict(command, console)
     elif isinstance(command, Report):
         report(command, console)
+    elif isinstance(command, Bench):
+        bench(command, console)
     elif isinstance(command, Evaluate):
         evaluate(command, console)
     elif isinstance(command, Export):
@@ -229,12 +257,13 @@ def run_command(command: AnyCommand, argv: list[str]) -> None:
 def parse(argv: list[str]) -> AnyCommand:
     """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
     default: Any = tyro.MISSING
-    if argv[:1] == ["fit"]:
+    if argv[:1] in (["fit"], ["bench"]):
         words = [part for word in argv for part in word.split("=", 1)]
-        settings = FitSettings(n_clusters=Settings.n_clusters) if "--resume" in words else FitSettings()
+        needs_k = argv[0] == "fit" and "--resume" not in words
+        settings = FitSettings() if needs_k else FitSettings(n_clusters=Settings.n_clusters)
         if ("--preset", "paper") in itertools.pairwise(words):
             settings = dataclasses.replace(settings, **preset("paper"))
-        default = Fit(settings=settings)
+        default = Fit(settings=settings) if argv[0] == "fit" else Bench(what=tyro.MISSING, settings=settings)
     return tyro.cli(
         Command,
         args=argv,
@@ -511,6 +540,41 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     for cluster, row in zip(np.unique(clusters), metrics.contingency(clusters, labels), strict=True):
         table.add_row(escape(printable(groups.title(int(cluster)))), *(f"{n:,}" if n else "." for n in row))
     console.print(table)
+
+
+def bench(command: Bench, console: "Console") -> None:
+    started = time.perf_counter()  # before torch is imported: that is part of the time to the first step
+    from semclust.bench import in_words, measure_speed
+    from semclust.storage import free_path, write_json
+
+    settings = Settings(**values(command.settings))
+    check(settings)
+    if min(command.images // 4, command.size // 4, command.epochs_timed) < 1:
+        raise InputError(
+            f"--images {command.images} --size {command.size} --epochs-timed {command.epochs_timed}: expected at least "
+            "4 images of 4 pixels, and 1 epoch."
+        )
+    if command.out and command.out.exists():
+        raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
+
+    def tell(message: str) -> None:
+        console.print(message, markup=False, highlight=False)
+
+    figures = measure_speed(
+        settings,
+        command.images,
+        command.size,
+        command.channels,
+        command.epochs_timed,
+        command.baseline,
+        started,
+        tell,
+    )
+    for line in in_words(figures):
+        tell(line)
+    out = command.out or free_path(Path("bench-speed.json"))
+    write_json(out, figures)
+    tell(f"written to {out}")
 
 
 def labels_of(run: "RunFolder", names: list[str]) -> "np.ndarray":
