@@ -104,11 +104,11 @@ def measure_speed(
     step_seconds = seconds_of_steps(training, device)
     if device.type == "cuda":
         other = Streamed if isinstance(training.images, Resident) else Resident
-        seconds = {
+        took = {
             type(training.images): step_seconds,
             other: seconds_of_steps(training, device, other(pixels, device)),
         }
-        result["streamed_share"] = seconds[Resident] / seconds[Streamed]
+        result["streamed_share"] = took[Resident] / took[Streamed]
         tell(f"streamed from the host's memory: {result['streamed_share']:.0%} of the resident speed")
     plain, ours = plain_speed(settings, pixels[:20_000], device), n_images / step_seconds
     return result | {
