@@ -1,5 +1,7 @@
 """Compiled and recorded steps: where there is no GPU, that they are left alone, and fall back in words."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -49,9 +51,9 @@ def test_on_a_cpu_functions_and_steps_are_themselves():
         return x
 
     assert made.compiled(function) is function and made.recorded(function) is function
-    with made.beside():
+    with made.beside(True) as meet:
         pass
-    made.meet()
+    meet()
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(pretend_gpu, monkeypatch):
@@ -98,12 +100,17 @@ def test_a_step_that_cannot_be_recorded_goes_on_plainly_and_says_so(pretend_gpu,
     monkeypatch.setattr(torch.cuda, "graph", Recorder(fails=True))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    restored = []
+    generator = SimpleNamespace(clone_state=lambda: "whole", graphsafe_set_state=restored.append)
+    monkeypatch.setattr(torch.cuda, "default_generators", [generator])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(engine.RecordedStep, "_on_side_stream", lambda self, inputs: self.step(*inputs))
     made, heard = notices()
     calls = []
     step = made.recorded(lambda x: calls.append(x) or 2 * x)
     assert [step(torch.tensor(float(i))).item() for i in range(6)] == [0, 2, 4, 6, 8, 10]
     assert len(calls) == 6 and len(heard) == 1 and "cannot be recorded" in heard[0] and not made.records
+    assert restored == ["whole"]
 
 
 def test_training_says_what_it_does():

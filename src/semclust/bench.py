@@ -22,6 +22,7 @@ from semclust import __version__
 from semclust.augment import choose_augmentation
 from semclust.config import Settings
 from semclust.devices import choose_device
+from semclust.engine import fast_kernels
 from semclust.loader import Resident, Streamed
 from semclust.train import Training
 
@@ -161,7 +162,8 @@ def seconds_of_steps(training: Training, device: torch.device, images: Resident 
     """Of one epoch's steps, with the images where they are or from elsewhere."""
     training.images, kept = images or training.images, training.images
     try:
-        return seconds_of(lambda: training._steps(lambda n: None), device)
+        with fast_kernels(device):
+            return seconds_of(lambda: training._steps(lambda n: None), device)
     finally:
         training.images = kept
 
@@ -215,6 +217,10 @@ def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) ->
     plain = Settings(**{**vars(settings), "compile": False})
     training = Training(pixels, plain, choose_augmentation("none", pixels.shape[3]), device)
     training.precision = torch.autocast(device.type, enabled=False)
+    training.learner.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    training.optimiser = torch.optim.SGD(
+        training.trained, lr=torch.tensor(0.01), momentum=0.9, weight_decay=settings.weight_decay, foreach=False
+    )
     training.engine.records = False
     training.engine.second_stream = None
     training._begin_steps()

@@ -6,6 +6,7 @@ decides by its values, runs plainly, with a notice.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
@@ -43,7 +44,9 @@ class Engine:
             if not self.compiles:
                 return function(*args)
             try:
-                return fast(*args)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of the compiler's, about its own choices
+                    return fast(*args)
             except Exception as error:
                 self.compiles = False
                 result = function(*args)  # an error of the function itself is raised here, in its own words
@@ -53,19 +56,16 @@ class Engine:
         return call
 
     @contextlib.contextmanager
-    def beside(self) -> Iterator[None]:
-        """Work in this block runs on the GPU beside what follows, until ``meet``."""
-        if self.second_stream is None:
-            yield
+    def beside(self, possible: bool) -> Iterator[Callable[[], None]]:
+        """Where ``possible``, the work in this block runs on the GPU beside what follows it, until the function that is
+        given is called."""
+        stream = self.second_stream
+        if stream is None or not possible:
+            yield lambda: None
             return
-        self.second_stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.second_stream):
-            yield
-
-    def meet(self) -> None:
-        """What follows sees the results of the last ``beside``."""
-        if self.second_stream is not None:
-            torch.cuda.current_stream().wait_stream(self.second_stream)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            yield lambda: torch.cuda.current_stream().wait_stream(stream)
 
     def recorded(self, step: Step) -> Step:
         """``step``, recorded as a CUDA graph after a few calls; its inputs must keep their shapes. What it reads
@@ -110,6 +110,9 @@ class RecordedStep:
         except RuntimeError as error:
             torch.cuda.synchronize()
             self.engine.records = False
+            # The generator still believes that it is being recorded; a copy of its state does not.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            generator.graphsafe_set_state(generator.clone_state())
             self.engine.on_notice(f"The step cannot be recorded, which makes it slower ({first_line(error)}).")
 
 

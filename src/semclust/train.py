@@ -225,10 +225,11 @@ class Training:
         if self.settings.symmetric:  # each view is query once and key once
             query, key, index = views, torch.cat([key, query]), index.repeat(2)
         with self.precision:
-            with self.engine.beside():  # the two networks need nothing of each other
+            # The twin needs nothing of the encoder and has no gradient: it runs beside it.
+            with self.engine.beside(self.settings.contrast == "moco") as meet:
                 k = self._keys(key, index)
             h, q = self._encode(query)
-        self.engine.meet()
+            meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
         l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
