@@ -7,7 +7,7 @@ import json
 import sys
 from pathlib import Path
 
-from semclust.bench import measure_speed
+from semclust.speed import measure_speed
 from semclust.config import Settings
 
 FIRST = dict(n_images=60_000, size=32, n_clusters=10, memory_size=4096)

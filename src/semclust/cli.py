@@ -544,7 +544,7 @@ def evaluate(command: Evaluate, console: "Console") -> None:
 
 def bench(command: Bench, console: "Console") -> None:
     started = time.perf_counter()  # before torch is imported: that is part of the time to the first step
-    from semclust.bench import in_words, measure_speed
+    from semclust.speed import in_words, measure_speed
     from semclust.storage import free_path, write_json
 
     settings = Settings(**values(command.settings))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conftest import TinyBackbone, tiny
-from semclust import bench
+from semclust import speed
 from semclust.backbones import SmallImageResNet
 from semclust.train import Training
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 def result():
     told: list[str] = []
     settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=3)
-    return bench.measure_speed(settings, n_images=96, size=8, epochs=2, tell=told.append), told
+    return speed.measure_speed(settings, n_images=96, size=8, epochs=2, tell=told.append), told
 
 
 def test_figures_fit_together(result):
@@ -48,7 +48,7 @@ def test_operations_of_the_networks_are_those_known(name, max_pool, gmac):
     settings = tiny(backbone=name, max_pool=max_pool, width=64, n_clusters=2, epochs=1)
     training = Training(pixels, settings, lambda x: x, CPU)
     assert isinstance(training.learner.encoder.backbone, SmallImageResNet)
-    assert bench.flop_an_image(training) / 2e9 == pytest.approx(gmac, abs=0.01)
+    assert speed.flop_an_image(training) / 2e9 == pytest.approx(gmac, abs=0.01)
 
 
 def test_all_tasks_are_at_work(monkeypatch):
@@ -57,22 +57,22 @@ def test_all_tasks_are_at_work(monkeypatch):
     monkeypatch.setattr(
         Training, "_learn_from", lambda self, active, *batch: seen.add(active) or learn(self, active, *batch)
     )
-    monkeypatch.setattr(bench, "peak_tflops", lambda device: 1.0)
+    monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
     settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4)
-    bench.measure_speed(settings, 96, 8, epochs=1, beside=False)
+    speed.measure_speed(settings, 96, 8, epochs=1, beside=False)
     assert seen == {("cluster", "under", "over")}
 
 
 def test_views_of_the_plain_script_are_random_and_keep_their_shape():
     pixels = np.random.default_rng(0).integers(0, 256, (3, 12, 10, 3), dtype=np.uint8)
-    views = bench.PillowViews(pixels)
+    views = speed.PillowViews(pixels)
     first, second, index = views[2]
     assert len(views) == 3 and index == 2
     assert first.shape == second.shape == (3, 12, 10) and first.dtype == torch.float32
     assert first.min() >= 0 and first.max() <= 1 and not torch.equal(first, second)
-    grey = bench.PillowViews(pixels[..., :1])[0][0]
+    grey = speed.PillowViews(pixels[..., :1])[0][0]
     assert grey.shape == (1, 12, 10)
 
 
 def test_seconds_are_those_of_the_work():
-    assert 0.05 <= bench.seconds_of(lambda: time.sleep(0.05), CPU) < 0.5
+    assert 0.05 <= speed.seconds_of(lambda: time.sleep(0.05), CPU) < 0.5
