@@ -7,8 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from semclust.speed import measure_speed
 from semclust.config import Settings
+from semclust.speed import measure_speed
 
 FIRST = dict(n_images=60_000, size=32, n_clusters=10, memory_size=4096)
 CHANGES: tuple[dict[str, int], ...] = (

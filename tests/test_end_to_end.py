@@ -44,13 +44,13 @@ def test_every_file_is_assigned_or_skipped_exactly_once(finished):
 
 
 def test_prediction_says_what_the_fit_said(finished):
-    here, run, good, _ = finished
+    here, run, _, _ = finished
     assert column(here / "new.csv", "path") == column(run / "assignments.csv", "path")
     assert column(here / "new.csv", "cluster") == column(run / "assignments.csv", "cluster")
 
 
 def test_every_assigned_file_lies_in_the_folder_of_its_cluster(finished):
-    here, run, good, _ = finished
+    here, run, _, _ = finished
     cluster_of = dict(
         zip(column(run / "assignments.csv", "path"), column(run / "assignments.csv", "cluster"), strict=True)
     )
