@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from semclust.errors import DamagedFileError, InputError
-from semclust.groups import Groups, check_name, closest_pairs
+from semclust.groups import Groups, check_name
 
 
 def probabilities(n: int = 50, clusters: int = 6, seed: int = 0) -> np.ndarray:
@@ -257,14 +257,6 @@ def test_reduce_to_a_number_that_cannot_be(to):
     with pytest.raises(InputError, match="from 2 to 5"):
         groups.reduce(to, probabilities(), np.ones((50, 3)))
     assert groups.steps == []
-
-
-def test_closest_pairs_come_in_order():
-    p, labels = members(3, 2, 2)
-    q = np.array([[1, 0], [0, 1.0], [1, 1]])[labels]
-    pairs = closest_pairs(p, q)
-    assert [(a, b) for a, b, _ in pairs] == [(0, 2), (1, 2), (0, 1)]
-    np.testing.assert_allclose([cosine for *_, cosine in pairs], [0.5**0.5, 0.5**0.5, 0], atol=1e-12)
 
 
 # ---- the file ----------------------------------------------------------------------------------------

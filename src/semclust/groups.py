@@ -108,7 +108,8 @@ class Groups:
         """Merge the closest two, again and again, until ``to`` clusters are left; all this is one step.
 
         p, q: probabilities of the clusters of the fit (N x C) and embeddings (N x d) of its images. How close two
-        clusters are is told by ``closest_pairs``; empty ones go first. Returns the merged pairs of ids.
+        clusters are is told by ``closeness``; empty ones go first, placed by their probabilities. Returns the merged
+        pairs of ids.
         """
         ids = self.ids
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or not FEWEST <= to < len(ids):
@@ -118,7 +119,7 @@ class Groups:
         totals, empty = _totals(self.apply(p), q)
         merges = []
         while len(ids) > to:
-            cosine = _cosines(totals)
+            cosine = closeness(totals)
             if empty.any():
                 cosine[~(empty[:, None] | empty[None, :])] = -np.inf
             a, b = divmod(int(cosine.argmax()), len(ids))
@@ -209,18 +210,6 @@ def check_name(name: str) -> str:
     return name
 
 
-def closest_pairs(p: np.ndarray, q: np.ndarray) -> list[tuple[int, int, float]]:
-    """All pairs of clusters, as columns of p, with their closeness, the closest pair first.
-
-    p: N x R probabilities; q: N x d embeddings. Closeness is the cosine between the mean embeddings of the two
-    clusters' images. Where a cluster has no image, all count for it by their probability.
-    """
-    cosine = _cosines(_totals(p, q)[0])
-    first, second = np.triu_indices(len(cosine), 1)
-    order = np.argsort(-cosine[first, second], kind="stable")
-    return [(int(first[i]), int(second[i]), float(cosine[first[i], second[i]])) for i in order]
-
-
 def _totals(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sum of the embeddings in each cluster (R x d; merged clusters add up), and whether it is empty."""
     sizes, members, weighted = np.zeros(p.shape[1]), *np.zeros((2, p.shape[1], q.shape[1]))
@@ -233,7 +222,8 @@ def _totals(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.where(sizes[:, None] > 0, members, weighted), sizes == 0
 
 
-def _cosines(totals: np.ndarray) -> np.ndarray:
-    """Cosine of each pair in the upper triangle, -inf elsewhere. A sum points the same way as a mean."""
+def closeness(totals: np.ndarray) -> np.ndarray:
+    """How close each two clusters are: the cosine between the mean embeddings of their images, to which their sums
+    (R x d) point as well. In the upper triangle (R x R); -inf elsewhere."""
     unit = totals / np.linalg.norm(totals, axis=1, keepdims=True).clip(1e-12)
     return np.where(np.triu(np.ones((len(unit),) * 2, bool), 1), unit @ unit.T, -np.inf)

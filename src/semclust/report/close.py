@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from semclust.groups import closeness
+
 PAIRS = 10
 CHUNK = 65536  # images at once, where the embeddings are a mapped file
 
@@ -22,7 +24,7 @@ class Pair:
 
 
 def closest_pairs(embeddings: np.ndarray, cluster: np.ndarray, runner_up: np.ndarray, n_clusters: int) -> list[Pair]:
-    """The pairs with the largest sum of both figures, the closest first; empty clusters are left out.
+    """The closest pairs, those first that ``semclust reduce`` would merge first; empty clusters are left out.
 
     embeddings: N x d unit vectors; cluster, runner_up: N positions, from 0 to ``n_clusters`` - 1."""
     sizes = np.bincount(cluster, minlength=n_clusters)
@@ -30,8 +32,7 @@ def closest_pairs(embeddings: np.ndarray, cluster: np.ndarray, runner_up: np.nda
     for start in range(0, len(cluster), CHUNK):
         rows = slice(start, start + CHUNK)
         np.add.at(total, cluster[rows], embeddings[rows])
-    mean = total / np.maximum(np.linalg.norm(total, axis=1, keepdims=True), 1e-12)
-    cosine = mean @ mean.T
+    cosine = closeness(total)
 
     choices = np.zeros((n_clusters, n_clusters))
     np.add.at(choices, (cluster, runner_up), 1)
@@ -40,7 +41,7 @@ def closest_pairs(embeddings: np.ndarray, cluster: np.ndarray, runner_up: np.nda
     first, second = np.triu_indices(n_clusters, k=1)
     both = (sizes[first] > 0) & (sizes[second] > 0)
     first, second = first[both], second[both]
-    best = np.argsort(-(cosine + swapped)[first, second], kind="stable")[:PAIRS]
+    best = np.argsort(-cosine[first, second], kind="stable")[:PAIRS]
     return [
         Pair(int(i), int(j), float(cosine[i, j]), float(swapped[i, j]))
         for i, j in zip(first[best], second[best], strict=True)
