@@ -1,5 +1,7 @@
 """The measurement of speed: that it measures what it says, on sizes that take seconds."""
 
+import json
+import sys
 import time
 
 import numpy as np
@@ -9,6 +11,8 @@ import torch
 from conftest import TinyBackbone, tiny
 from semclust import speed
 from semclust.backbones import SmallImageResNet
+from semclust.cli import main
+from semclust.errors import InputError
 from semclust.train import Training
 
 CPU = torch.device("cpu")
@@ -76,3 +80,49 @@ def test_views_of_the_plain_script_are_random_and_keep_their_shape():
 
 def test_seconds_are_those_of_the_work():
     assert 0.05 <= speed.seconds_of(lambda: time.sleep(0.05), CPU) < 0.5
+
+
+@pytest.mark.parametrize("changes", [dict(tasks=("instance",)), dict(epochs=1)], ids=str)
+def test_settings_without_a_last_phase_are_measured_too(monkeypatch, changes):
+    monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
+    settings = tiny(**dict(epochs=20, backbone=TinyBackbone(3), n_clusters=4) | changes)
+    assert speed.measure_speed(settings, 48, 8, epochs=1)["images"] == 48
+
+
+@pytest.mark.parametrize("n, size, epochs", [(47, 8, 1), (48, 3, 1), (48, 8, 0), (0, 8, 1)])
+def test_too_little_to_measure_is_refused(n, size, epochs):
+    with pytest.raises(InputError, match=r"expected at least 48 images \(3 batches\), 4 px and 1 epoch"):
+        speed.measure_speed(tiny(), n, size, epochs=epochs)
+
+
+def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch):
+    monkeypatch.setitem(sys.modules, "resource", None)
+    assert speed.peak_memory(CPU) is None
+
+
+def test_the_command_writes_the_figures_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
+    words = [
+        "bench",
+        "speed",
+        "--images",
+        "96",
+        "--size",
+        "8",
+        "--epochs-timed",
+        "1",
+        "--width",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    main(words)
+    main(words)
+    shown = capsys.readouterr().out
+    assert "96 images of 8 x 8 x 3, resnet10, 10 clusters" in shown and "times a plain script" in shown
+    figures = json.loads((tmp_path / "bench-speed.json").read_text())
+    assert figures["images"] == 96 and (tmp_path / "bench-speed-2.json").exists()
+    with pytest.raises(SystemExit):
+        main([*words, "--out", "bench-speed.json"])
+    assert json.loads((tmp_path / "bench-speed.json").read_text()) == figures

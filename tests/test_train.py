@@ -552,6 +552,22 @@ def test_a_step_has_the_losses_of_the_paper(changes):
         assert_close(torch.tensor(banks_of(task.memory)), torch.tensor(banks), rtol=0, atol=1e-5)
 
 
+def test_a_stored_vector_moves_towards_the_mean_of_both_views():
+    training = started(**FROM_THE_START, contrast="instance-memory", symmetric=True)
+    training.run_epoch()
+    learner, index = training.learner, torch.arange(0, 48, 5)
+    stored, next_slot = learner.stored_keys.clone(), learner.instance_memory.next_slot.clone()
+    calls = recorded(learner.encoder)
+    step_on(training, index)
+    m = training.momentum
+    for place, q in enumerate(calls[0][1][1].values()):
+        views = q.detach().chunk(2)
+        mixed = m * stored[place, index] + (1 - m) * (views[0] + views[1]) / 2
+        assert_close(learner.stored_keys[place, index], nn.functional.normalize(mixed, dim=1))
+    size = learner.instance_memory.keys.shape[1]
+    assert learner.instance_memory.next_slot.item() == (next_slot.item() + len(index)) % size  # each is remembered once
+
+
 def test_a_step_moves_the_weights_against_the_gradient_of_the_loss():
     """The first step of SGD with momentum, from rest: w - rate x (gradient + decay x w)."""
     training = started(**FROM_THE_START, contrast="simclr", weight_decay=0.01)

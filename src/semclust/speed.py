@@ -6,7 +6,6 @@ The images are random bytes: the time of a step does not depend on what they sho
 import math
 import os
 import platform
-import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,11 +22,13 @@ from semclust.augment import choose_augmentation
 from semclust.config import Settings
 from semclust.devices import choose_device
 from semclust.engine import fast_kernels
+from semclust.errors import InputError
 from semclust.loader import Resident, Streamed
 from semclust.train import Training
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
 BASELINE_STEPS, BASELINE_WARM_UP = 30, 5
+FEWEST_STEPS = 3  # an epoch, so that a time between two of them can be taken
 
 
 def measure_speed(
@@ -47,6 +48,12 @@ def measure_speed(
     """
     started = time.perf_counter() if started is None else started
     device = choose_device(settings.device)
+    batch = settings.batch_size or 32
+    if n_images < FEWEST_STEPS * batch or size < 4 or epochs < 1:
+        raise InputError(
+            f"{n_images} images of {size} px, {epochs} epochs: expected at least {FEWEST_STEPS * batch} images "
+            f"({FEWEST_STEPS} batches), 4 px and 1 epoch."
+        )
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
     augmentation = choose_augmentation(settings.augment, channels)
     training = Training(pixels, settings, augmentation, device, tell)
@@ -62,9 +69,8 @@ def measure_speed(
             tell(f"first step after {first_step[0]:.1f} s")
 
     # All tasks at work, as in the last phase of a run.
-    training.epoch = 1 + max(
-        task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs
-    )
+    begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs]
+    training.epoch = 1 + max(begins, default=0)
     refresh: list[float] = []
     timed_refresh(training, refresh, device)
     whole = []
@@ -123,6 +129,7 @@ def in_words(figures: dict[str, Any]) -> list[str]:
     """The figures as lines for a terminal."""
     H, W, c = figures["image_shape"]
     low, high = figures["seconds_per_epoch_spread"]
+    memory = "unknown" if figures["peak_memory_gib"] is None else f"{figures['peak_memory_gib']:.2f} GiB"
     lines = [
         f"{figures['images']:,} images of {H} x {W} x {c}, {figures['backbone']}, {figures['clusters']} clusters, "
         f"batches of {figures['batch']}; {figures['device']}, {figures['engine']}",
@@ -130,7 +137,7 @@ def in_words(figures: dict[str, Any]) -> list[str]:
         f"({low:.3f} to {high:.3f}), {figures['seconds_per_label_refresh']:.3f} s of it to renew the labels",
         f"{figures['tflops']:.4g} TFLOP/s, {figures['share_of_peak']:.0%} of the {figures['peak_tflops']:.4g} "
         "of a large matrix product",
-        f"peak memory {figures['peak_memory_gib']:.2f} GiB; first step after {figures['time_to_first_step']:.1f} s",
+        f"peak memory {memory}; first step after {figures['time_to_first_step']:.1f} s",
     ]
     if "times_the_baseline" in figures:
         lines.append(
@@ -188,10 +195,14 @@ def peak_tflops(device: torch.device, n: int = 8192) -> float:
     return 2 * n**3 * repeats / seconds_of(lambda: [a @ b for _ in range(repeats)], device) / 1e12
 
 
-def peak_memory(device: torch.device) -> float:
-    """In GiB: of the GPU, or of the process where there is none."""
+def peak_memory(device: torch.device) -> float | None:
+    """In GiB: of the GPU, or of the process where there is none; None where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 

@@ -308,9 +308,11 @@ class Training:
         if learner.twin is not None:
             follow(learner.twin, learner.encoder, self.momentum)
         if self.settings.contrast == "instance-memory":
-            m = self.momentum
+            m, n_views = self.momentum, 2 if self.settings.symmetric else 1
+            index = index[: len(index) // n_views]  # one vector an image, however many of its views were met
             for i, name in enumerate(k):
-                k[name] = F.normalize(m * k[name] + (1 - m) * q[name].detach(), dim=1)
+                met = q[name].detach().unflatten(0, (n_views, -1)).mean(0)
+                k[name] = F.normalize(m * k[name][: len(index)] + (1 - m) * met, dim=1)
                 learner.stored_keys[i, index] = k[name]
         self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index))
         for name in active:
