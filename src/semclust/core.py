@@ -65,11 +65,14 @@ def bank_similarity(q: Tensor, keys: Tensor, tau: float) -> Tensor:
 
     The gradient reaches q alone: keys are what the memory holds.
     """
+    if len(_few_banks(q, keys)) == 1:
+        return (_cosine(q, keys.detach()) / tau).logsumexp(2)
     return _BankSimilarity.apply(q, keys, tau)
 
 
 class _BankSimilarity(torch.autograd.Function):
-    """The similarities themselves (n x C x m) are never kept: a few banks at a time, and once more for the gradient."""
+    """For large memories: the similarities themselves (n x C x m) are not kept. They are taken of a few banks at a
+    time, and once more for the gradient."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, keys: Tensor, tau: float) -> Tensor:
