@@ -40,13 +40,13 @@ def regrouped(predictor):
     predictor.groups.undo()
 
 
-def parts(*sizes: int, failure: BaseException | None = None, labels: bool = False, skipped=()):
-    """A stream of parts of these sizes, which may end in a failure."""
+def parts(*sizes: int, failure: BaseException | None = None, labels: bool = False, skipped=(), unlabelled=()):
+    """A stream of parts of these sizes, which may end in a failure. ``unlabelled``: sizes of parts without labels."""
     pixels, start = noisy_groups(sum(sizes)), 0
     for size in sizes:
         rows = slice(start, start + size)
         part = Images(pixels[rows], [f"{i}.png" for i in range(start, start + size)], "stream")
-        part.labels = np.arange(start, start + size) % 4 if labels else None
+        part.labels = np.arange(start, start + size) % 4 if labels and size not in unlabelled else None
         part.skipped = list(skipped)
         yield part
         start += size
@@ -94,6 +94,17 @@ def test_labels_give_figures(predictor, here, monkeypatch):
     streaming(monkeypatch, 20, 20, labels=True)
     done = assign(predictor, "x", CPU)
     assert done.figures is not None and 0.25 <= done.figures["acc"] <= 1
+
+
+@pytest.mark.parametrize("unlabelled", [[5], [20], [21]])
+def test_labels_of_some_images_give_no_figures(predictor, here, monkeypatch, unlabelled):
+    streaming(monkeypatch, 20, 5, 21, labels=True, unlabelled=unlabelled)
+    assert assign(predictor, "x", CPU).figures is None
+
+
+def test_a_part_without_images_needs_no_labels(predictor, here, monkeypatch):
+    streaming(monkeypatch, 20, 0, labels=True, unlabelled=[0])
+    assert assign(predictor, "x", CPU).figures is not None
 
 
 def test_skipped_files_are_listed_beside_the_table(predictor, here, monkeypatch):

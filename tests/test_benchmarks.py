@@ -10,7 +10,7 @@ import pytest
 from published import cifar10, cifar100, class_folder, pack, python2_pickle, random_rows, stl10
 from semclust import benchmarks, cache
 from semclust.benchmarks import BENCHMARKS, IMAGENET_10, IMAGENET_DOGS
-from semclust.data import open_images, stream_images
+from semclust.data import find_source, open_images, stream_images
 from semclust.errors import InputError
 
 LAYOUTS = [
@@ -137,6 +137,55 @@ def test_stl10_upright_with_labels_and_all_on_request(tmp_path: Path, monkeypatc
     assert list(cache.folder().glob("*")) == [] if cache.folder().exists() else True
     (tmp_path / "stl10_binary" / "test_X.bin").write_bytes(bytes(100))
     refused(f"stl10:{tmp_path}", "test_X.bin", "27648")
+
+
+def test_cifar100_beside_a_folder_called_train(tmp_path: Path):
+    _, labels = cifar100(tmp_path / "cifar-100-python", "python")
+    (tmp_path / "train").mkdir()
+    assert open_images(f"cifar100:{tmp_path}").labels.tolist() == labels
+    shutil.rmtree(tmp_path / "cifar-100-python")
+    refused(f"cifar100:{tmp_path}", "expected cifar-100-python/")
+
+
+@pytest.mark.parametrize("trouble", ["no folder", "full", "fills up"])
+def test_trouble_with_the_cache_is_not_blamed_on_the_archive(tmp_path: Path, monkeypatch, own_cache, trouble):
+    monkeypatch.setattr(cache, "SCRATCH_FROM", 1000)
+    pixels, _ = stl10(tmp_path / "stl10_binary")
+    archive = pack(tmp_path / "stl10_binary", tmp_path / "stl10_binary.tar.gz")
+    where = own_cache
+    if trouble == "no folder":
+        where = archive / "cache"
+        monkeypatch.setenv("SEMCLUST_CACHE", str(where))
+    elif trouble == "full":
+        monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 10_000})())
+    else:
+        monkeypatch.setattr(cache, "_write_all", lambda *a: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.warns(UserWarning, match=f"{where}.*SEMCLUST_CACHE"):
+        images = open_images(f"stl10:{archive}")
+    assert (images.pixels == pixels[:5]).all() and list(own_cache.iterdir()) == []
+
+
+def test_room_is_made_for_what_an_archive_holds(tmp_path: Path, monkeypatch, own_cache):
+    monkeypatch.setattr(cache, "SCRATCH_FROM", 1000)
+    stl10(tmp_path / "stl10_binary")
+    archive = pack(tmp_path / "stl10_binary", tmp_path / "stl10_binary.tar.gz")
+    old = own_cache / f"{'a' * 40}-10x10x1.pixels"
+    old.write_bytes(bytes(10**6))
+
+    def usage(path):
+        return type("Usage", (), {"free": 10**6 + 50_000 - sum(file.stat().st_size for file in own_cache.iterdir())})()
+
+    monkeypatch.setattr(cache.shutil, "disk_usage", usage)
+    assert len(find_source(f"stl10:{archive}").names) == 5 and not old.exists()
+
+
+def test_a_damaged_archive_leaves_nothing_in_the_cache(tmp_path: Path, monkeypatch, own_cache):
+    monkeypatch.setattr(cache, "SCRATCH_FROM", 1000)
+    stl10(tmp_path / "stl10_binary")
+    archive = pack(tmp_path / "stl10_binary", tmp_path / "stl10_binary.tar.gz")
+    archive.write_bytes(archive.read_bytes()[:40_000])
+    refused(f"stl10:{archive}", "damaged", "download it again")
+    assert list(own_cache.iterdir()) == []
 
 
 def test_the_classes_of_the_protocol():

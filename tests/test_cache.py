@@ -246,12 +246,12 @@ def test_every_bit_and_every_page_counts():
 def test_without_a_folder_for_it_images_are_held_in_memory(photos: Path, tmp_path: Path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SEMCLUST_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match="SEMCLUST_CACHE"):
+    with pytest.warns(UserWarning, match=r"file/cache.*SEMCLUST_CACHE"):
         images = open_images(photos)
     assert not is_mapped(images.pixels) and (images.pixels == noise(5, 20, 20, 3)).all()
 
 
-@pytest.mark.parametrize("when", [0, 1, "end", "rename"])
+@pytest.mark.parametrize("when", [0, 1, "end", "rename", "map"])
 def test_a_disk_that_fills_up_midway(photos: Path, monkeypatch, when):
     monkeypatch.setattr(cache, "PIECE", 2**12)
     written = []
@@ -266,6 +266,8 @@ def test_a_disk_that_fills_up_midway(photos: Path, monkeypatch, when):
 
     if when == "rename":
         monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(PermissionError(13, "denied")))
+    elif when == "map":
+        monkeypatch.setattr(np, "memmap", lambda *a, **k: (_ for _ in ()).throw(OSError(12, "Cannot allocate")))
     else:
         monkeypatch.setattr(cache, "_write_all", write)
     (photos / "00.png").write_bytes(b"")
@@ -332,24 +334,113 @@ def test_the_least_recently_used_go_first(tmp_path: Path, monkeypatch, decoded):
     assert len(decoded) == 5
 
 
-def test_one_set_above_the_limit_is_kept_alone(tmp_path: Path, monkeypatch, decoded):
+def full_disk(monkeypatch, own_cache: Path, size: int) -> None:
+    """A disk of ``size`` bytes that holds the cache alone."""
+
+    def usage(path):
+        return type("Usage", (), {"free": size - sum(file.stat().st_size for file in own_cache.iterdir())})()
+
+    monkeypatch.setattr(cache.shutil, "disk_usage", usage)
+
+
+def put(stamp: str, n_bytes: int, time: float) -> Path:
+    """A set of pixels that was used at ``time``."""
+    store = Store(stamp, n_bytes, (1, 1, 1))
+    store.append(np.zeros((n_bytes, 1, 1, 1), np.uint8))
+    store.finish([], True, True, True)
+    os.utime(store.path, (time, time))
+    return store.path
+
+
+def test_one_set_above_the_limit_is_kept_and_drives_out_no_other(tmp_path: Path, monkeypatch, decoded):
     open_images(save_images(tmp_path / "a", noise(2, 20, 20, 3)))
-    monkeypatch.setattr(cache, "LIMIT", 1000)
+    monkeypatch.setattr(cache, "LIMIT", 4000)
     open_images(save_images(tmp_path / "b", noise(5, 20, 20, 3)))
     decoded.clear()
-    assert len(pixel_files()) == 1 and is_mapped(open_images(tmp_path / "b").pixels) and decoded == []
+    assert all(is_mapped(open_images(tmp_path / name).pixels) for name in "ab") and decoded == []
+    open_images(save_images(tmp_path / "c", noise(1, 20, 20, 3)))
+    assert [path.stat().st_size // 1200 for path in pixel_files()] == [1]  # and does not stay for ever
+
+
+@pytest.mark.parametrize("stamp", [None, "c" * 40])
+def test_room_is_made_only_as_far_as_the_disk_demands(stamp, monkeypatch, own_cache):
+    """For pixels that are not kept, and for more than LIMIT."""
+    monkeypatch.setattr(cache, "SCRATCH_FROM", 1)
+    oldest, newer = put("a" * 40, 5000, 1000), put("b" * 40, 5000, 2000)
+    monkeypatch.setattr(cache, "LIMIT", 10_000 if stamp is None else 100)
+    Store(stamp, 6000, (1, 1, 1)).discard()
+    assert pixel_files() == [oldest, newer]
+    full_disk(monkeypatch, own_cache, 15_000)
+    Store(stamp, 6000, (1, 1, 1)).discard()
+    assert pixel_files() == [newer]
+    with pytest.warns(UserWarning, match="No space left"):
+        Store(stamp, 16_000, (1, 1, 1)).discard()
+    assert pixel_files() == [newer]  # it would have gone in vain
 
 
 def test_files_of_others_stay(photos: Path, monkeypatch, own_cache):
-    monkeypatch.setattr(cache, "LIMIT", 1)
-    (own_cache / "mine.txt").write_text("keep")
-    (own_cache / "fresh.part").write_text("being written")
-    (own_cache / "old.part").write_text("its writer was killed")
-    (own_cache / "index.json").write_text("{}")
+    """The folder may be any: all that goes are files with names of ours."""
+    foreign = [
+        "mine.txt",
+        "thesis.zip.part",
+        "semclust-notes.txt",
+        "my-semclust-1.part",
+        "package.json",
+        f"{'a' * 40}.json",
+        f"{'a' * 39}-index.json",
+        f"x{'a' * 40}-index.json",
+        "raw.pixels",
+        f"{'a' * 40}-copy.pixels",
+        f"{'a' * 40}-2x2x1.pixels.bak",
+    ]
+    ours = ["semclust-old_1.part", f"{'a' * 40}-index.json", f"{'0' * 40}-20x20x3.pixels"]
+    fresh = "semclust-fresh.part"  # is being written
     long_ago = time.time() - cache.ABANDONED - 10
-    os.utime(own_cache / "old.part", (long_ago, long_ago))
+    for name in (*foreign, *ours, fresh):
+        (own_cache / name).write_text("keep")
+        if name != fresh:
+            os.utime(own_cache / name, (long_ago, long_ago))
+    monkeypatch.setattr(cache, "LIMIT", 6000)
     open_images(photos)
-    assert sorted(path.name for path in own_cache.iterdir() if path.suffix != ".pixels") == ["fresh.part", "mine.txt"]
+    (made,) = pixel_files_of(photos)
+    assert sorted(os.listdir(own_cache)) == sorted([*foreign, fresh, made])
+
+
+def pixel_files_of(photos: Path) -> list[str]:
+    source = files.folder_source(str(photos))
+    return [path.name for path in pixel_files() if path.name.startswith(source.stamp)]
+
+
+def test_all_names_that_are_made_are_known(photos: Path, monkeypatch, own_cache):
+    seen = set()
+    real = cache._write_all
+    monkeypatch.setattr(cache, "_write_all", lambda *a: (seen.update(os.listdir(own_cache)), real(*a)))
+    open_images(photos)
+    cache.keep_json("a" * 40, {})
+    seen.update(os.listdir(own_cache))
+    assert len(seen) == 3 and all(cache.OUR_NAMES.fullmatch(name) for name in seen)
+
+
+def open_or_mapped(path: str) -> bool:
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    opened = {os.readlink(link) for link in links if os.path.islink(link)}
+    return os.path.realpath(path) in opened or os.path.realpath(path) in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="needs Linux to see which files are open")
+def test_a_file_is_renamed_when_it_is_neither_open_nor_mapped(photos: Path, monkeypatch):
+    """Windows refuses it otherwise."""
+    real = os.replace
+    refused = []
+
+    def replace(before, after):
+        refused.append(open_or_mapped(before))
+        real(before, after)
+
+    monkeypatch.setattr(os, "replace", replace)
+    images = open_images(photos)
+    assert refused == [False] and open_or_mapped(pixel_files()[0])
+    assert (images.pixels == noise(5, 20, 20, 3)).all()
 
 
 def test_pixels_that_are_not_kept_go_to_a_nameless_file_if_they_are_many(monkeypatch, own_cache):
@@ -388,11 +479,14 @@ def test_two_processes_that_make_the_same_file(photos: Path, own_cache):
 
 def test_json_is_kept_whole(own_cache, monkeypatch):
     cache.keep_json("a", {"x": [1]})
+    (path,) = own_cache.iterdir()
+    os.utime(path, (1000, 1000))
     assert cache.find_json("a") == {"x": [1]} and cache.find_json("b") is None
+    assert path.stat().st_mtime > 1000  # it was used
     monkeypatch.setattr(os, "replace", lambda *a: (_ for _ in ()).throw(OSError("full")))
     cache.keep_json("b", {"x": [2]})
-    assert cache.find_json("b") is None and [path.name for path in own_cache.iterdir()] == ["a.json"]
-    (own_cache / "a.json").write_text(json.dumps([1]))
+    assert cache.find_json("b") is None and list(own_cache.iterdir()) == [path]
+    path.write_text(json.dumps([1]))
     assert cache.find_json("a") is None
 
 

@@ -105,6 +105,30 @@ def test_the_range_of_floats_is_remembered():
     assert open_images(Flowers(list(PIXELS))).value_range == (0.0, 255.0)
 
 
+def test_floats_from_0_to_255_are_treated_as_in_a_fit():
+    """A model that was fitted on bytes passes their range on: floats must not be taken for 0 to 1 and become white."""
+    wide = Flowers([image.astype(np.float32) for image in PIXELS])
+    refused(wide, "floats from 0 to 255", "floats from 0 to 1")
+    with pytest.raises(InputError, match="floats from 0 to 255"):
+        list(stream_images(wide, size=(20, 24), channels=3, value_range=(0.0, 255.0)))
+    halves = Flowers([image.astype(np.float32) / 255 for image in PIXELS] + [PIXELS[0].astype(np.float32)])
+    (part,) = stream_images(halves, size=(20, 24), channels=3, value_range=(0.0, 255.0))
+    assert (part.pixels == PIXELS).all() and [name for name, _ in part.skipped] == ["5"]
+    (part,) = stream_images(halves, size=(20, 24), channels=3, value_range=(0.0, 1.0))  # of a fit on floats
+    assert (part.pixels[5] == np.where(PIXELS[0] > 0, 255, 0)).all() and not part.skipped
+
+
+def test_encoded_images_have_the_limit_of_pixels_too(monkeypatch):
+    small = [png(image) for image in PIXELS]
+    for content in (lambda one: one, lambda one: {"image": {"bytes": one, "path": None}}):
+        items = Flowers([content(one) for one in [*small, png(noise(40, 40, 3))]])
+        with monkeypatch.context() as patch:
+            patch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)  # Pillow itself only warns up to twice that
+            assert [name for name, why in open_images(items).skipped if "MAX_IMAGE_PIXELS" in why] == ["5"]
+        assert open_images(items).skipped == []
+    assert open_images(Flowers([*small, b""])).skipped == [("5", "empty file")]
+
+
 def test_items_that_are_no_images_are_skipped_with_their_labels():
     def fail():
         raise KeyError("corrupt record")
@@ -162,7 +186,7 @@ def test_a_data_set_can_be_fitted():
 
 
 def test_hugging_face_datasets(tmp_path):
-    datasets = pytest.importorskip("datasets")
+    datasets = pytest.importorskip("datasets", reason="too large to be a requirement; to run it: pip install datasets")
     rows = {"image": [Image.fromarray(image) for image in PIXELS], "label": LABELS}
     features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(num_classes=6)})
     data = datasets.Dataset.from_dict(rows, features=features)

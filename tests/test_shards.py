@@ -1,6 +1,8 @@
 """Tar files in WebDataset's layout."""
 
+import errno
 import gzip
+import json
 import os
 import tarfile
 from pathlib import Path
@@ -78,6 +80,37 @@ def test_an_index_that_is_damaged_is_made_again(set_of_three: Path):
     for index in cache.folder().glob("*.json"):
         index.write_text("[]" if "a" in index.name else '{"names"')
     assert len(open_images(pattern).names) == 9
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict.clear,
+        lambda index: index.update(names=None),
+        lambda index: index.update(names="abc"),
+        lambda index: index.update(names=[1, 2, 3]),
+        lambda index: index["names"].pop(),
+        lambda index: index["lengths"].append(1),
+        lambda index: index.update(offsets=["0", "1", "2"]),
+        lambda index: index.update(lengths=[None] * 3),
+        lambda index: index.update(labels=[[], [], []]),
+        lambda index: index.update(labels=[]),
+        lambda index: index.update(unlisted=[1]),
+        lambda index: index.update(unlisted=[["a"]]),
+        lambda index: index.pop("unlisted"),
+    ],
+)
+def test_an_index_of_another_form_is_made_again(set_of_three: Path, change):
+    path = set_of_three / "shards-000.tar"
+    names = open_images(path).names
+    (kept,) = cache.folder().glob("*.json")
+    index = json.loads(kept.read_text())
+    assert shards._is_index(index)
+    change(index)
+    kept.write_text(json.dumps(index))
+    again = open_images(path)
+    assert again.names == names and again.labels.tolist() == [0, 1, 0] and again.skipped == []
+    assert shards._is_index(json.loads(kept.read_text()))
 
 
 def test_shards_work_without_a_cache(set_of_three: Path, monkeypatch):
@@ -159,6 +192,66 @@ def test_a_shard_that_is_cut_off(set_of_three: Path):
     assert "cut off" in reasons["cut.tar"] and "ends inside" in reasons["cut.tar/3.png"]
 
 
+def offset_of(path: Path, member: int) -> int:
+    with tarfile.open(path) as tar:
+        return tar.getmembers()[member].offset
+
+
+@pytest.mark.parametrize("damage", ["header", "zeros", "cut header", "a bit"])
+def test_a_damaged_header_is_told_and_not_kept(tmp_path: Path, damage: str):
+    """tarfile takes it for the end, and all that follows would be lost without a word."""
+    path = shard(tmp_path / "a.tar", {f"{i}.png": encoded(noise(20, 20, seed=i)) for i in range(6)})
+    whole, at = path.read_bytes(), offset_of(path, 4)
+    content = bytearray(whole)
+    if damage == "header":
+        content[at : at + 512] = b"\xff" * 512
+    elif damage == "zeros":
+        content[at : at + 512] = bytes(512)
+    elif damage == "cut header":
+        content = content[: at + 100]
+    else:
+        content[at + 2] ^= 1
+    path.write_bytes(content)
+    for _ in range(2):
+        images = open_images(path)
+        assert images.names == [f"a.tar/{i}.png" for i in range(4)]
+        assert [name for name, _ in images.skipped] == ["a.tar"]
+        assert "cut off or damaged" in images.skipped[0][1] and str(at) in images.skipped[0][1]
+    assert list(cache.folder().glob("*.json")) == []
+    path.write_bytes(whole)
+    assert len(open_images(path).names) == 6 and open_images(path).skipped == []
+
+
+def test_what_could_not_be_read_for_a_while_is_found_later(tmp_path: Path, monkeypatch):
+    """The file is the same: neither its index nor its pixels may be taken from the time of the error."""
+    path = shard(tmp_path / "a.tar", {f"{i}.png": encoded(noise(20, 20, seed=i)) for i in range(6)})
+    real, asked = tarfile.TarFile.next, []
+
+    def fail(tar):
+        asked.append(tar)
+        if len(asked) > 4:
+            raise OSError(errno.EIO, "Input/output error")
+        return real(tar)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tarfile.TarFile, "next", fail)
+        images = open_images(path)
+        assert "Input/output error" in images.skipped[0][1] and len(images.pixels) == len(images.names) < 6
+    later = open_images(path)
+    assert len(later.names) == len(later.pixels) == 6 and later.skipped == []
+
+
+def test_a_shard_without_an_end_or_with_a_long_one_is_whole(tmp_path: Path):
+    path = shard(tmp_path / "a.tar", {f"{i}.png": encoded(noise(20, 20, seed=i)) for i in range(3)})
+    whole = path.read_bytes()
+    with tarfile.open(path) as tar:
+        tar.getmembers()
+        end = tar.offset
+    for content in (whole[:end], whole[: end + 512], whole + bytes(3 * 2**20)):
+        path.write_bytes(content)
+        assert len(open_images(path).names) == 3 and open_images(path).skipped == []
+
+
 def test_what_is_no_shard(tmp_path: Path, set_of_three: Path):
     (tmp_path / "text.tar").write_text("hello" * 300)
     refused(tmp_path / "text.tar", "text.tar", "tar file")
@@ -184,7 +277,8 @@ def test_shards_stream_in_the_same_order(set_of_three: Path):
 
 
 def test_webdataset_reads_the_same(set_of_three: Path):
-    webdataset = pytest.importorskip("webdataset")
+    import webdataset
+
     urls = [str(set_of_three / f"shards-{i:03}.tar") for i in range(3)]
     samples = list(webdataset.WebDataset(urls, shardshuffle=False).decode("rgb8").to_tuple("png", "cls"))
     images = open_images(urls)

@@ -120,6 +120,32 @@ def test_workers_that_cannot_start_are_done_without(photos: Path, in_processes, 
     assert len(open_images(photos).names) == 20
 
 
+def test_processes_are_used_where_pipes_cannot_be_widened(photos: Path, in_processes, monkeypatch):
+    """Linux lets an ordinary user have 64 MiB in all pipes together."""
+    fcntl = pytest.importorskip("fcntl")
+    real, asked = fcntl.fcntl, []
+
+    def refuse(file, command, *a):
+        if command == fcntl.F_SETPIPE_SZ:
+            asked.append(command)
+            raise PermissionError(1, "Operation not permitted")
+        return real(file, command, *a)
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    monkeypatch.setattr(workers, "decode_block", lambda *a: pytest.fail("decoded in this process"))
+    assert (open_images(photos, size=(20, 24), channels=3).pixels == noise(20, 20, 24, 3)).all() and asked
+
+
+@pytest.mark.parametrize("n_cores", [1, 32, 33, 64, 256])
+def test_all_pipes_together_are_what_a_user_may_have(n_cores: int, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(workers, "n_cores", lambda: n_cores)
+    worker = Worker()
+    size = sum(fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) for pipe in (worker.process.stdin, worker.process.stdout))
+    worker.stop()
+    assert (n_cores > 32 or size > 2**20) and n_cores * size <= 2**26
+
+
 def test_what_a_decoder_prints_does_not_matter(photos: Path, in_processes, monkeypatch):
     noisy = workers.START.replace(
         "serve()",

@@ -31,7 +31,7 @@ class Assigned:
     n_images: int = 0
     n_skipped: int = 0
     few: list[tuple[Any, ...]] = field(default_factory=list)  # the first rows of the table
-    figures: dict[str, float] | None = None  # ACC, NMI, ARI, where the data itself holds labels
+    figures: dict[str, float] | None = None  # ACC, NMI, ARI, where the data itself holds all labels
     sorted_folder: SortedFolder | None = None
     table: Path = Path()
     embeddings: Path | None = None
@@ -105,7 +105,7 @@ def assign(
     done.skipped = left_out.path if done.n_skipped else None
     if failures:
         raise InputError(f"{failures[0]} The {done.n_images:,} images that could be read are in {done.table}.")
-    if labels:
+    if sum(map(len, labels)) == done.n_images:  # figures over some of the images would mislead
         done.figures = metrics.evaluate(np.concatenate(clusters), np.concatenate(labels))
     return done
 

@@ -9,7 +9,6 @@ import io
 import os
 import pickle
 import tarfile
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -184,7 +183,7 @@ def _published(name: str, path: str, layouts: Sequence[tuple[str, str, list[str]
         raise InputError(f"{name}: {path!r} is not one of the published archives; expected {expected}.")
     for folder, archive, files in layouts:
         for place in (path, os.path.join(path, folder)):
-            if os.path.exists(os.path.join(place, files[0])):
+            if os.path.isfile(os.path.join(place, files[0])):  # a folder train may be of something else
                 missing = [file for file in files if not os.path.isfile(os.path.join(place, file))]
                 if missing:
                     raise InputError(f"{name}: {place!r} lacks {', '.join(missing)}; unpack the archive again.")
@@ -215,16 +214,16 @@ def _from_archive(path: str, files: list[str]) -> Contents:
 
 
 def _read_member(member: BinaryIO, n_bytes: int) -> np.ndarray:
-    """In memory, or in a nameless file if there is much of it."""
-    if n_bytes < cache.SCRATCH_FROM:
-        return np.frombuffer(member.read(), np.uint8)
-    where = cache.folder()
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.TemporaryFile(dir=where) as file:
+    """In memory, or in a nameless file if there is much of it. Trouble with that file is the store's to deal with: an
+    error that comes out of here is one of the archive."""
+    store = cache.Store(None, n_bytes, (1, 1, 1))
+    try:
         while piece := member.read(cache.PIECE):
-            file.write(piece)
-        file.flush()
-        return np.memmap(file, np.uint8, "r")
+            store.append(np.frombuffer(piece, np.uint8).reshape(-1, 1, 1, 1))
+    except BaseException:
+        store.discard()
+        raise
+    return store.finish([], False, False, False).reshape(-1)
 
 
 # ---- ImageNet: one folder for each class -----------------------------------------------------------------

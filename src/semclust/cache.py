@@ -1,8 +1,8 @@
 """Decoded images kept on disk, so that the next run need not decode them again.
 
 They lie in $SEMCLUST_CACHE, else $XDG_CACHE_HOME/semclust, else ~/.cache/semclust, one file for each set of images and
-shape. The files together take at most LIMIT bytes (a single larger one is kept): the least recently used go first.
-All of them may be deleted at any time.
+shape. The files together take at most LIMIT bytes, beside a single larger one: the least recently used go first. All of
+them may be deleted at any time. The folder may hold other things, too: only names that are made here are ever removed.
 
 A file is n x H x W x c bytes of pixels, then a JSON object, then its length and checksum, then END. It is written
 beside its place and renamed, so two processes that make the same one do not meet; its checksums are compared when it is
@@ -14,6 +14,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 import struct
 import tempfile
@@ -34,7 +35,9 @@ LIMIT = 32 * 2**30  # bytes of all files together
 SCRATCH_FROM = 2**28  # bytes: pixels that are not kept go to a file nevertheless if they are more
 PAGE, PIECE = 2**12, 2**20  # bytes; a piece is written at once, and has a checksum
 ABANDONED = 24 * 3600  # seconds after which a half-written file has no writer any more
-SUFFIX, JSON, PART = ".pixels", ".json", ".part"
+SUFFIX, JSON, PART = ".pixels", "-index.json", ".part"
+BEFORE_PART = "semclust-"
+OUR_NAMES = re.compile(r"[0-9a-f]{40}(-\d+x\d+x\d+\.pixels|-index\.json)|semclust-\w+\.part")
 END = b"semclust pixels 1\n"
 TAIL = struct.Struct(f"<QI{len(END)}s")  # length and checksum of the JSON, END
 
@@ -86,9 +89,12 @@ def find(stamp: str, size: AskedSize, channels: int | None) -> Kept | None:
 
 
 def find_json(stamp: str) -> dict[str, Any] | None:
-    """What ``keep_json`` kept."""
+    """What ``keep_json`` kept. Any JSON object is given: the one who asks knows what must be in it."""
     try:
-        value = json.loads((folder() / f"{stamp}{JSON}").read_text(encoding="ascii"))
+        path = folder() / f"{stamp}{JSON}"
+        value = json.loads(path.read_text(encoding="ascii"))
+        with contextlib.suppress(OSError):
+            os.utime(path)  # the least recently used go first
         return value if isinstance(value, dict) else None
     except (OSError, ValueError):
         return None
@@ -99,8 +105,8 @@ def keep_json(stamp: str, value: dict[str, Any]) -> None:
     with contextlib.suppress(OSError):
         where, text = folder(), json.dumps(value).encode()
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _make_room(where, len(text))
-        handle, part = tempfile.mkstemp(PART, dir=where)
+        _make_room(where, len(text), to_keep=True)
+        handle, part = tempfile.mkstemp(PART, BEFORE_PART, where)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(text)
@@ -154,7 +160,7 @@ class Store:
         """``n``: the most rows that can come. ``stamp``: None where nothing is to be kept."""
         self.shape, self.most, self.n = shape, n, 0
         self.path: Path | None = None  # where the file will be kept
-        self.part: Path | None = None  # where it is while it is written
+        self.at: Path | None = None  # where it is now
         self.file: Any = None
         self.memory: np.ndarray | None = None
         self.checksums: list[int] = []
@@ -166,9 +172,9 @@ class Store:
         try:
             where = folder()
             where.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _make_room(where, n_bytes)
-            handle, part = tempfile.mkstemp(PART, dir=where)
-            self.file, self.part = os.fdopen(handle, "w+b", buffering=0), Path(part)
+            _make_room(where, n_bytes, to_keep=stamp is not None)
+            handle, part = tempfile.mkstemp(PART, BEFORE_PART, where)
+            self.file, self.at = os.fdopen(handle, "wb", buffering=0), Path(part)
             self.piece = np.empty(PIECE, np.uint8)
             if stamp is not None:
                 H, W, c = shape
@@ -195,6 +201,7 @@ class Store:
         """
         if self.memory is not None:
             return self.memory[: self.n]
+        assert self.at is not None
         H, W, c = self.shape
         try:
             self._flush()
@@ -207,22 +214,25 @@ class Store:
             }
             text = json.dumps(index).encode()
             _write_all(self.file, memoryview(text + TAIL.pack(len(text), zlib.crc32(text), END)))
-            pixels = np.memmap(self.file, np.uint8, "r", shape=(self.n, H, W, c))
-            if self.path is not None and self.part is not None and lasting:
-                os.replace(self.part, self.path)
+            self.file.close()  # Windows does not rename a file that is open or mapped
+            if self.path is not None and lasting:
+                os.replace(self.at, self.path)
+                self.at = self.path
+            pixels = np.memmap(self.at, np.uint8, "r", shape=(self.n, H, W, c))
         except OSError as error:
             self._go_on_in_memory(error)
             return self.finish(skipped, own_size, own_channels, lasting)
-        self.discard()
+        if self.at != self.path:
+            self.discard()
         return pixels
 
     def discard(self) -> None:
         """Leave no half file behind; what is mapped stays readable."""
         if self.file is not None:
             self.file.close()
-        if self.part is not None:
+        if self.at is not None:
             with contextlib.suppress(OSError):
-                self.part.unlink()
+                self.at.unlink()
 
     def _write(self, content: np.ndarray) -> None:
         while len(content):
@@ -240,21 +250,21 @@ class Store:
 
     def _go_on_in_memory(self, error: Exception) -> None:
         warnings.warn(
-            f"Decoded images cannot be kept in the cache ({in_short(error)}); they are held in memory. "
+            f"Images cannot be kept in the cache, {_folder_in_words()} ({in_short(error)}); they are held in memory. "
             "The variable SEMCLUST_CACHE can name another folder for it.",
             stacklevel=4,
         )
         self.memory = np.empty((self.most, *self.shape), np.uint8)
-        if self.file is not None:
+        if self.at is not None:
             so_far = self.memory[: self.n].reshape(-1)
             n_written = min(len(self.checksums) * PIECE, len(so_far))
-            self.file.seek(0)
             view = so_far[:n_written].data
-            while view and (count := self.file.readinto(view)):
-                view = view[count:]
+            with open(self.at, "rb", buffering=0) as file:
+                while view and (count := file.readinto(view)):
+                    view = view[count:]
             so_far[n_written:] = self.piece[: len(so_far) - n_written]
             self.discard()
-            self.file = None
+            self.file = self.at = None
 
 
 def _write_all(file: Any, content: memoryview) -> None:
@@ -262,23 +272,36 @@ def _write_all(file: Any, content: memoryview) -> None:
         content = content[file.write(content) :]
 
 
-def _make_room(where: Path, n_bytes: int) -> None:
-    """Remove what was used least recently until ``n_bytes`` more fit, within LIMIT and on the disk."""
+def _folder_in_words() -> str:
+    try:
+        return repr(str(folder()))
+    except OSError:
+        return "which has no folder"
+
+
+def _make_room(where: Path, n_bytes: int, to_keep: bool) -> None:
+    """Remove what was used least recently until ``n_bytes`` more fit: on the disk and, if they are ``to_keep``, within
+    LIMIT. What would exceed that alone makes no others go for it."""
     files = []
     for entry in os.scandir(where):
+        if not OUR_NAMES.fullmatch(entry.name):
+            continue
         with contextlib.suppress(OSError):  # removed by another process
             status = entry.stat()
             if entry.name.endswith(PART) and status.st_mtime < time.time() - ABANDONED:
                 os.unlink(entry.path)
-            elif entry.name.endswith((SUFFIX, JSON, PART)):
+            else:
                 files.append((status.st_mtime, status.st_size, entry.path))
+    removable = [file for file in sorted(files) if not file[2].endswith(PART)]
+    if shutil.disk_usage(where).free + sum(size for _, size, _ in removable) < n_bytes:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # and nothing is removed in vain
     total = sum(size for _, size, _ in files)
-    for _, size, path in sorted(files):
-        if total + n_bytes <= LIMIT and shutil.disk_usage(where).free >= n_bytes:
+    limit = LIMIT if to_keep and n_bytes <= LIMIT else math.inf
+    for _, size, path in removable:
+        if total + n_bytes <= limit and shutil.disk_usage(where).free >= n_bytes:
             return
-        if not path.endswith(PART):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-                total -= size
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+            total -= size
     if shutil.disk_usage(where).free < n_bytes:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

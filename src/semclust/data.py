@@ -32,7 +32,7 @@ from semclust.files import expand, file_source, folder_source
 from semclust.pixels import array_source
 from semclust.shards import is_shard, shard_source
 from semclust.sources import AskedSize, Block, Source, complain_if_most_are
-from semclust.truth import LABEL_KEYS, as_labels
+from semclust.truth import LABEL_ARRAYS, as_labels
 
 SOURCES = f"""a folder of images
 an image file ({" ".join(suffix[1:] for suffix in SUFFIXES)}), or a list of them, or a pattern such as "photos/*.jpg"
@@ -43,7 +43,7 @@ a data set with len() and [i], as of Hugging Face datasets or torchvision
 a benchmark: {", ".join(f"{name}:PATH" for name in BENCHMARKS)}
 "digits\""""
 ACCEPTED = SOURCES.replace("\n", "; ")
-IMAGE_KEYS = ("images", "x", "X")  # in a .npz
+IMAGE_ARRAYS = ("images", "x", "X")  # in a .npz
 
 OnImage = Callable[[int], None] | None
 
@@ -111,7 +111,8 @@ def stream_images(
     """The images that ``open_images`` gives, in the same order, in pieces of about ``chunk``, one in memory at a time.
 
     Nothing is written to the cache, but what lies there is used. That most images cannot be read is known only at the
-    end: the error comes after the last piece. A piece may be empty but for its ``skipped``.
+    end: the error comes after the last piece. A piece may be empty but for its ``skipped``, and has no ``labels`` where
+    one of its images lacks a label: those of a data set are complete only if every piece with images has them.
     """
     _check_options(size, channels, value_range)
     if chunk < 1:
@@ -203,12 +204,12 @@ def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
     with numpy_file(path) as loaded:
         if isinstance(loaded, np.ndarray):
             return loaded, None
-        keys = [key for key in IMAGE_KEYS if key in loaded] or [key for key in loaded if key not in LABEL_KEYS]
-        if not keys or (len(keys) > 1 and keys[0] not in IMAGE_KEYS):
+        keys = [key for key in IMAGE_ARRAYS if key in loaded] or [key for key in loaded if key not in LABEL_ARRAYS]
+        if not keys or (len(keys) > 1 and keys[0] not in IMAGE_ARRAYS):
             raise InputError(
                 f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
             )
-        labels = next((loaded[key] for key in LABEL_KEYS if key in loaded), None)
+        labels = next((loaded[key] for key in LABEL_ARRAYS if key in loaded), None)
         return member(loaded, path, keys[0]), labels
 
 

@@ -4,7 +4,6 @@ So Hugging Face datasets, torchvision and your own need no support of their own.
 not every data set can be asked by several threads; the rest of the work is done on all cores.
 """
 
-import io
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from semclust.arrays import BYTE_RANGE, Range, scale
-from semclust.decoding import FORMATS, Place, open_image
+from semclust.decoding import Place, open_image
 from semclust.errors import InputError
 from semclust.pictures import picture_source
 from semclust.sources import Source
@@ -28,7 +27,8 @@ def is_dataset(data: Any) -> bool:
 
 
 def dataset_source(data: Any, value_range: Range | None) -> Source:
-    """value_range: values of float images that become 0 and 255; None: 0 to 1."""
+    """value_range: values of float images that become 0 and 255; others are clipped. None, or that of bytes, which a
+    model that was fitted on bytes passes on: 0 to 1, and an image with others is skipped."""
     if isinstance(data, Mapping):
         raise InputError(
             f"{type(data).__name__} holds {list(data)[:5]}; hand over one of its parts, as in "
@@ -38,13 +38,14 @@ def dataset_source(data: Any, value_range: Range | None) -> Source:
     if n == 0:
         raise InputError(f"{type(data).__name__} is empty; expected images.")
     asking = threading.Lock()
-    low, high = (0.0, 1.0) if value_range in (None, BYTE_RANGE) else value_range or BYTE_RANGE
+    clip = value_range not in (None, BYTE_RANGE)
+    low, high = value_range if value_range and clip else (0.0, 1.0)
 
     def place(i: int) -> Place:
         def fetch() -> tuple[Image.Image, int | str | None]:
             with asking:
                 image, label = split(data[i])
-            return as_image(image, (low, high), clip=value_range is not None), as_label(label)
+            return as_image(image, (low, high), clip), as_label(label)
 
         return fetch
 
@@ -81,7 +82,7 @@ def as_image(image: Any, value_range: Range, clip: bool) -> Image.Image:
     elif isinstance(image, Mapping) and isinstance(image.get("path"), str):
         return open_image(image["path"])
     if isinstance(image, bytes):
-        return Image.open(io.BytesIO(image), formats=FORMATS)
+        return open_image(image)
     if isinstance(image, Image.Image):
         return image.copy()  # it is the caller's: what follows turns and closes it
     array = as_array(image)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import numpy as np
+import PIL
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from semclust.arrays import Size
@@ -37,6 +38,11 @@ LASTING = {  # errors of the file system that come again until the file's own na
     errno.EISDIR,
     errno.ENOTDIR,
 }
+
+
+def pixels_depend_on() -> tuple[object, ...]:
+    """What decides on the pixels of an image, beside its file: part of every stamp in the cache."""
+    return VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS
 
 
 def read_headers(places: Sequence[Place]) -> list[Header | str]:
@@ -89,8 +95,13 @@ def reason(error: Exception) -> str:
     return in_short(error)
 
 
-def open_image(place: str | tuple[str, int, int]) -> Image.Image:
-    if isinstance(place, str):
+def open_image(place: str | tuple[str, int, int] | bytes) -> Image.Image:
+    """``place``: a file, a piece (offset, length) of one, or what such a file holds."""
+    if isinstance(place, bytes):
+        if not place:
+            raise ValueError("empty file")
+        image = Image.open(io.BytesIO(place), formats=FORMATS)
+    elif isinstance(place, str):
         status = os.stat(place)
         if not stat.S_ISREG(status.st_mode):  # to open a pipe would wait for ever
             raise ValueError("not a regular file")

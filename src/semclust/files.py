@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import PIL
-from PIL import Image
 
-from semclust.decoding import SUFFIXES, VERSION, Place, reason
+from semclust.decoding import SUFFIXES, Place, pixels_depend_on, reason
 from semclust.errors import InputError
 from semclust.pictures import picture_source
 from semclust.sources import Source
@@ -99,7 +97,7 @@ def stamp(title: str, names: Sequence[str], before: str) -> str:
     The title tells a benchmark, which has a size of its own, from the same files as a folder.
     """
     here = os.path.abspath(before)
-    digest = hashlib.sha256(repr((VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS, title, here)).encode())
+    digest = hashlib.sha256(repr((pixels_depend_on(), title, here)).encode())
     for start in range(0, len(names), AT_ONCE):
         known = []
         for name in names[start : start + AT_ONCE]:

@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import PIL
-from PIL import Image
 
 from semclust import cache
-from semclust.decoding import SUFFIXES, VERSION, Place, reason
+from semclust.decoding import SUFFIXES, Place, pixels_depend_on, reason
 from semclust.errors import InputError
 from semclust.pictures import picture_source
 from semclust.sources import Source
-from semclust.truth import as_labels
+from semclust.truth import WHOLE_NUMBER, as_labels
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LONGEST_LABEL = 1000  # bytes
@@ -64,7 +62,7 @@ def shard_source(paths: list[str]) -> Source:
             found.append((os.path.abspath(paths[shard]), offset, length))
         return found
 
-    about = repr((VERSION, PIL.__version__, Image.MAX_IMAGE_PIXELS, stamps))
+    about = repr((pixels_depend_on(), stamps, first.tolist()))  # how many are found in a damaged tar may change
     return picture_source(
         re.sub(r"[^\w.-]+|[-_.]*\d+$", "", Path(paths[0]).stem) or "shards",
         names,
@@ -81,10 +79,25 @@ def _index(path: str) -> tuple[str, dict[str, Any]]:
     known = repr((os.path.abspath(path), status.st_size, status.st_mtime_ns))
     stamp = hashlib.sha256(known.encode("utf-8", "surrogateescape")).hexdigest()[:40]
     index = cache.find_json(stamp)
-    if index is None:
+    if index is None or not _is_index(index):
         index = _scan(path)
-        cache.keep_json(stamp, index)
+        if all(name for name, _ in index["unlisted"]):  # a tar that cannot be read to its end may be so next time
+            cache.keep_json(stamp, index)
     return stamp, index
+
+
+def _is_index(value: dict[str, Any]) -> bool:
+    """Whether ``value`` is what ``_scan`` gives, as far as the rest depends on it."""
+    kinds: dict[str, Any] = {"names": str, "offsets": int, "lengths": int, "labels": (int, str, type(None))}
+    columns: list[Any] = [value.get(key) for key in kinds]
+    unlisted = value.get("unlisted")
+    return (
+        all(isinstance(column, list) for column in columns)
+        and len({len(column) for column in columns}) == 1
+        and all(isinstance(item, kind) for key, kind in kinds.items() for item in value[key])
+        and isinstance(unlisted, list)
+        and all(isinstance(pair, list) and len(pair) == 2 for pair in unlisted)
+    )
 
 
 def _scan(path: str) -> dict[str, Any]:
@@ -111,12 +124,19 @@ def _scan(path: str) -> dict[str, Any]:
                         names.append(name)
                         offsets.append(member.offset_data)
                         lengths.append(member.size)
+                if not _only_zeros_from(tar.offset, tar.fileobj):  # tarfile takes a damaged header for the end
+                    raise tarfile.ReadError(f"no member begins at byte {tar.offset}")
             except (tarfile.TarError, OSError) as error:
                 unlisted.append(("", f"the tar file is cut off or damaged: {reason(error)}"))
     except (tarfile.TarError, OSError) as error:
         raise InputError(f"{path!r} cannot be read as a tar file ({reason(error)}); make it again.") from error
     labels = [classes.get(_key(name)) for name in names]
     return {"names": names, "offsets": offsets, "lengths": lengths, "labels": labels, "unlisted": unlisted}
+
+
+def _only_zeros_from(offset: int, file: Any) -> bool:
+    file.seek(offset)
+    return all(piece.count(0) == len(piece) for piece in iter(lambda: file.read(cache.PIECE), b""))
 
 
 def _is_hidden(name: str) -> bool:
@@ -131,4 +151,4 @@ def _key(name: str) -> str:
 def _label(tar: tarfile.TarFile, member: tarfile.TarInfo) -> int | str:
     content = tar.extractfile(member)
     text = content.read(LONGEST_LABEL).decode("utf-8", "replace").strip() if content else ""
-    return int(text) if re.fullmatch(r"0|-?[1-9][0-9]{0,17}", text) else text
+    return int(text) if WHOLE_NUMBER.fullmatch(text) else text

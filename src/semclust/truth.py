@@ -10,7 +10,8 @@ import numpy as np
 from semclust.arrays import numpy_file
 from semclust.errors import InputError
 
-LABEL_KEYS = ("labels", "y")  # in a .npz
+LABEL_ARRAYS = ("labels", "y")  # in a .npz
+WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 01 and 1 stay two labels
 
 
 def read_labels(source: str | Path, names: list[str]) -> np.ndarray:
@@ -39,7 +40,7 @@ def read_labels(source: str | Path, names: list[str]) -> np.ndarray:
     with numpy_file(path) as loaded:
         if isinstance(loaded, np.ndarray):
             return check_labels(loaded, len(names), path.name)
-        for key in LABEL_KEYS:
+        for key in LABEL_ARRAYS:
             if key in loaded:
                 return check_labels(loaded[key], len(names), path.name)
         raise InputError(f"{str(path)!r} holds the arrays {list(loaded)}; expected one named labels or y.")
@@ -70,7 +71,7 @@ def _labels_from_csv(path: Path, names: list[str]) -> np.ndarray:
             "add them. Paths are relative to the folder of images, with /."
         )
     found = [labels[name] for name in wanted]
-    whole = all(re.fullmatch(r"0|-?[1-9][0-9]{0,17}", label) for label in found)  # 01 and 1 stay two labels
+    whole = all(WHOLE_NUMBER.fullmatch(label) for label in found)
     return np.array([int(label) for label in found] if whole else found)
 
 

@@ -27,7 +27,8 @@ from semclust.sources import Block, Shape
 PROCESSES_FROM = 2000  # images: fewer are done before a process has started
 AT_ONCE = 512  # images between two signs of progress where threads decode
 BATCH, BATCH_BYTES = 64, 2**21  # images, and bytes of pixels, for one worker at a time
-PIPE = 2**20  # bytes that a worker can write before it must wait for its reader
+PIPE = 2**20  # bytes that a worker can write before it must wait for its reader, as far as
+ALL_PIPES = 2**25  # bytes allow for all of them: half of what Linux lets a user have
 START = "import sys; sys.path[:] = sys.argv[1:]; from semclust.workers import serve; serve()"
 CRASHED = "the decoder crashed on it"
 
@@ -145,14 +146,15 @@ class Worker:
             "MALLOC_MMAP_THRESHOLD_": str(2**26),  # glibc would hand memory back after each image, and fetch it anew:
             "MALLOC_TRIM_THRESHOLD_": str(2**27),  # a third of the time for photos
         }
-        return subprocess.Popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", START, *map(str, sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # decoders print their complaints there
             env=frugal,
-            pipesize=PIPE,
         )
+        _widen(process.stdout)
+        return process
 
     def headers(self, places: list[Place]) -> list[Header | str]:
         try:
@@ -201,6 +203,14 @@ class Worker:
         for pipe in (self.process.stdin, self.process.stdout):
             with suppress(OSError):
                 pipe.close()  # type: ignore[union-attr]
+
+
+def _widen(pipe: Any) -> None:
+    """Popen's own ``pipesize`` would not start the process where no more is allowed."""
+    with suppress(ImportError, AttributeError, OSError):  # it is Linux's alone
+        import fcntl
+
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, min(PIPE, ALL_PIPES // n_cores()))
 
 
 def serve() -> None:
