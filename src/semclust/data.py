@@ -169,7 +169,7 @@ def _from_path(text: str, value_range: Range | None) -> Source:
             return _from_list(files, relative=True)
         problem = "the pattern fits no file"
     else:
-        problem = "there is no such file or folder"
+        raise InputError(f"Cannot open {text!r}: there is no such file or folder. Check the path.")
     raise InputError(f"Cannot open {text!r}: {problem}. Expected {ACCEPTED}.")
 
 

@@ -14,6 +14,7 @@ from semclust.metrics import in_words
 from semclust.train import Training
 
 EXAMPLES = 3
+ESTIMATE_AFTER, LONG = 10, 20 * 60  # seconds: when to tell that a fit on a CPU will take long, and what is long
 ROOM_FOR_FIGURES = 110  # columns; on a narrower terminal the bar shows the loss and the time left alone
 
 
@@ -31,8 +32,8 @@ class Display(Watcher):
         backbone = getattr(network, "name", type(network).__name__)
         self.console.print(
             f"{training.n_images:,} images of {H} x {W} x {c} into {settings.n_clusters} clusters "
-            f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, {settings.epochs} epochs "
-            f"of batches of {training.batch_size}"
+            f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, "
+            f"{plural(settings.epochs, 'epoch')} of batches of {training.batch_size}"
         )
         if training.device.type != "cpu":
             self.console.print(f"{training.images}, {training.engine}")
@@ -40,7 +41,8 @@ class Display(Watcher):
             self.console.print(f"all {settings.epochs} epochs of this run are done")
         elif training.epoch:
             self.console.print(f"resuming after epoch {training.epoch}")
-        self.began, self.images_done = time.monotonic(), 0
+        self.began, self.images_done, self.estimated = time.monotonic(), 0, training.device.type != "cpu"
+        self.image_size = min(H, W)
         self.total = (settings.epochs - training.epoch) * training.n_images
         self.epochs = settings.epochs
         self.narrow = self.console.width < ROOM_FOR_FIGURES
@@ -55,6 +57,15 @@ class Display(Watcher):
 
     def step(self, n_images: int) -> None:
         self.images_done += n_images
+        if not self.estimated and time.monotonic() - self.began >= ESTIMATE_AFTER:
+            self.estimated = True
+            left = (self.total - self.images_done) / self._speed()
+            if left > LONG:
+                self.console.print(
+                    f"this will take about {clock(left)} at {self._speed():,.0f} images/s; a smaller --image-size "
+                    f"(now {self.image_size} px) or fewer --epochs take less, and a GPU takes much less",
+                    soft_wrap=True,
+                )
         if self.progress:
             self.progress.update(self.bar, advance=n_images, speed=f"{self._speed():,.0f} images/s")
 
@@ -89,6 +100,10 @@ def figures(row: dict[str, Any]) -> str:
     )
 
 
+def plural(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
@@ -99,7 +114,7 @@ def show_clusters(console: Console, summary: dict[str, Any], names: list[str], l
     table = Table(title=f"{summary['n_images']:,} images in {len(summary['clusters'])} clusters", title_justify="left")
     for title in ("cluster", "images", "share", "confidence"):
         table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
-    table.add_column("most certain images", overflow="ellipsis", no_wrap=True)
+    table.add_column("most certain images", overflow="ellipsis", no_wrap=True, ratio=1)
     for cluster in summary["clusters"]:
         members = (labels == cluster["cluster"]).nonzero()[0]
         surest = members[(-confidence[members]).argsort(kind="stable")][:EXAMPLES]
@@ -111,7 +126,7 @@ def show_clusters(console: Console, summary: dict[str, Any], names: list[str], l
             sure,
             escape(", ".join(printable(names[i]) for i in surest)),
         )
-    console.print(table)
+    print_table(console, table)
     if "acc" in summary:
         console.print(f"{in_words(summary)}  (labels were used for this line only)")
     console.print(f"label-free score {summary['score']:.4f}")
@@ -122,10 +137,16 @@ def show_groups(console: Console, groups: Groups, sizes: Any) -> None:
     table = Table(title=f"{sizes.sum():,} images in {len(groups.ids)} clusters", title_justify="left")
     for title in ("cluster", "images", "share"):
         table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
-    table.add_column("name", overflow="ellipsis", no_wrap=True)
+    table.add_column("name", overflow="ellipsis", no_wrap=True, ratio=1)
     for cluster in groups.ids:
         name = escape(printable(groups.names.get(cluster, "")))
         table.add_row(str(cluster), f"{sizes[cluster]:,}", f"{sizes[cluster] / sizes.sum():.1%}", name)
+    print_table(console, table)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """A table whose last column, of ratio 1, gives way where the terminal is narrow; the others keep their width."""
+    table.width = min(console.width, console.measure(table, options=console.options.update(width=10_000)).maximum)
     console.print(table)
 
 
