@@ -21,6 +21,7 @@ from conftest import make_images, save_images, tiny
 from made_runs import make_run
 from semclust import Settings, fitting, report
 from semclust.arrays import resize
+from semclust.assignments import read_assignments
 from semclust.cli import main, parse
 from semclust.config import to_json, values
 from semclust.data import Images
@@ -61,7 +62,7 @@ def rows_of(run: RunFolder) -> list[dict[str, str]]:
 
 
 def collected(run: RunFolder) -> dict:
-    assigned = content.read_columns(run)
+    assigned = read_assignments(run.assignments)
     return content.collect(run, assigned, read_kept(run.path / kept.FILE, len(assigned.names)))
 
 
