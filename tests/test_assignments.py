@@ -119,6 +119,12 @@ def test_damaged_assignments_are_named(tmp_path, content):
         read_assignments(tmp_path / "assignments.csv")
 
 
+def test_a_table_without_rows_is_told_as_such(tmp_path):
+    (tmp_path / "assignments.csv").write_text("path,cluster,confidence,runner_up,margin\n")
+    with pytest.raises(DamagedFileError, match="it holds no row"):
+        read_assignments(tmp_path / "assignments.csv")
+
+
 def renamed() -> Groups:
     groups = Groups(4)
     groups.merge([1, 2])
