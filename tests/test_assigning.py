@@ -63,7 +63,7 @@ def test_parts_add_up_to_the_whole(predictor, here, monkeypatch):
     seen = []
     done = assign(predictor, "x", CPU, embeddings=True, on_part=seen.append)
     p, q = predictor(noisy_groups(26), CPU)
-    names, clusters = read_assignments(here / "stream-clusters.csv")
+    names, clusters, *_ = read_assignments(here / "stream-clusters.csv")
     assert names == [f"{i}.png" for i in range(26)]
     np.testing.assert_array_equal(clusters, p.argmax(1))
     stored = np.load(here / "stream-clusters-embeddings.npy", allow_pickle=False)

@@ -50,7 +50,15 @@ def test_an_assignment_tells_cluster_confidence_runner_up_and_margin(tmp_path):
 def test_the_cluster_of_an_assignment_is_the_argmax(tmp_path):
     p = np.random.default_rng(0).random((200, 5)).round(1)  # with ties
     write_assignments(tmp_path / "a.csv", list(map(str, range(200))), p)
-    assert (read_assignments(tmp_path / "a.csv")[1] == p.argmax(1)).all()
+    assert (read_assignments(tmp_path / "a.csv").cluster == p.argmax(1)).all()
+
+
+def test_every_column_is_read(tmp_path):
+    write_assignments(tmp_path / "a.csv", ["x", "y", "z"], P, renamed())
+    found = read_assignments(tmp_path / "a.csv")
+    assert found.names == ["x", "y", "z"] and found.cluster.tolist() == [1, 0, 3]
+    assert found.confidence.tolist() == [0.7, 0.7, 0.9] and found.runner_up.tolist() == [3, 3, 1]
+    assert found.margin.tolist() == [0.5, 0.5, 0.8]
 
 
 @pytest.mark.parametrize("name", ODD_NAMES, ids=ascii)
@@ -92,10 +100,28 @@ def test_missing_assignments_tell_the_next_step(tmp_path):
     assert str(tmp_path) in str(caught.value)
 
 
-@pytest.mark.parametrize("content", ["path,group\nx,1\n", "path,cluster\nx,one\n", "path,cluster\nx\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "path,cluster\nx,1\n",
+        "path,cluster,confidence,runner_up,margin\n",
+        "path,cluster,confidence,runner_up,margin\nx,one,0.5,1,0.5\n",
+        "path,cluster,confidence,runner_up,margin\nx,1,much,1,0.5\n",
+        "path,cluster,confidence,runner_up,margin\nx\n",
+        f"path,cluster,confidence,runner_up,margin\n{'x' * 200_000},1,0.5,1,0.5\n",
+    ],
+    ids=["empty", "columns", "rows", "cluster", "confidence", "cut", "long"],
+)
 def test_damaged_assignments_are_named(tmp_path, content):
     (tmp_path / "assignments.csv").write_text(content)
     with pytest.raises(DamagedFileError, match=r"assignments\.csv.*path, cluster, confidence"):
+        read_assignments(tmp_path / "assignments.csv")
+
+
+def test_a_table_without_rows_is_told_as_such(tmp_path):
+    (tmp_path / "assignments.csv").write_text("path,cluster,confidence,runner_up,margin\n")
+    with pytest.raises(DamagedFileError, match="it holds no row"):
         read_assignments(tmp_path / "assignments.csv")
 
 

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -158,9 +159,8 @@ def test_the_results_agree_with_each_other(finished):
     assert q.shape == (N, 128)
     np.testing.assert_allclose(np.linalg.norm(q, axis=1), 1, atol=1e-5)
     model = semclust.SemanticClusterer.load(finished)
-    assert model.predict(json.loads((finished / "config.json").read_text())["data"]).tolist() == [
-        int(row["cluster"]) for row in table
-    ]
+    data = Path(json.loads((finished / "config.json").read_text())["data"])
+    assert model.predict([data / row["path"] for row in table]).tolist() == [int(row["cluster"]) for row in table]
 
 
 def test_a_fit_says_what_it_does(photos, here, capsys):
@@ -587,7 +587,7 @@ def test_predict_takes_one_image_an_array_and_a_model_folder(finished, photos, h
     assert "ACC" in capsys.readouterr().out
     assert call("predict", finished, "new.npy") == 0
     assert "ACC" not in capsys.readouterr().out
-    names, clusters = read_assignments(here / "new-clusters.csv")
+    names, clusters, *_ = read_assignments(here / "new-clusters.csv")
     assert names == [str(i) for i in range(N)]
     assert clusters.tolist() == read_assignments(finished / "assignments.csv")[1].tolist()
     assert (here / "new-clusters.csv").read_bytes() == (here / "new-clusters-2.csv").read_bytes()
@@ -608,7 +608,7 @@ def test_predict_from_a_damaged_model_is_told(run, photos, here, capsys):
 
 
 def test_evaluate_by_csv_folders_and_array(finished, labels_csv, here, capsys):
-    _, clusters = read_assignments(finished / "assignments.csv")
+    clusters = read_assignments(finished / "assignments.csv").cluster
     by_folder = np.array(["a"] * 12 + ["b"] * 8)
     by_file = np.array(["dog", "cat"] * 10)
     np.save("y.npy", np.arange(N) % 2)
@@ -666,6 +666,16 @@ def test_labels_that_do_not_cover_the_images_are_told(finished, here, capsys):
     assert "expected path,label" in refused(capsys, "evaluate", finished, "--labels", "columns.csv")
     np.save("y.npy", np.arange(N - 1))
     assert "(19,)" in refused(capsys, "evaluate", finished, "--labels", "y.npy")
+
+
+def test_classes_of_any_name_are_shown_as_text(run, capsys):
+    """Also by a standard output that takes nothing but Unicode."""
+    table = (run / "assignments.csv").read_bytes().replace(b"a/", b"b\x1b[31mad [red]/").replace(b"\nb/", b"\ncaf\xe9/")
+    (run / "assignments.csv").write_bytes(table)
+    assert call("evaluate", run, "--labels", "folders") == 0
+    said = capsys.readouterr().out
+    assert "b\\x1b[31mad [red]" in said and "caf\\udce9" in said
+    assert "\x1b" not in said and said.encode()
 
 
 def test_evaluate_needs_a_finished_and_whole_run(interrupted, run, labels_csv, capsys):
@@ -726,6 +736,11 @@ def test_predict_evaluate_and_a_resumed_run_follow_the_groups(run, photos, label
     said = capsys.readouterr().out
     assert "1 [red]both[/]" in said and "ACC" in said
     assert call("fit", "--resume", run) == 0
+    said = capsys.readouterr().out
+    assert "20 images in 2 clusters" in said and "[red]both[/]" in said
+    sizes = Counter(row["cluster"] for row in rows(run / "assignments.csv"))
+    shown = {line.split("│")[1].strip(): int(line.split("│")[2]) for line in said.splitlines() if line[:1] == "│"}
+    assert shown == {"0": sizes["0"], "1": sizes["1"]}
     assert contents(run, regrouped) == regrouped
 
 
@@ -1064,3 +1079,12 @@ def test_the_table_shows_the_most_certain_images_of_each_cluster():
         out, summary | {"acc": 0.5, "nmi": 0.25, "ari": 0.125}, names, np.array([0, 0, 0, 0, 1]), np.full(5, 0.5)
     )
     assert "ACC 0.5000  NMI 0.2500  ARI 0.1250  (labels were used for this line only)" in text.getvalue()
+
+
+def test_where_the_figures_of_a_bench_cannot_go_is_told_before_anything_is_measured(here, capsys, monkeypatch):
+    monkeypatch.setattr("semclust.speed.measure_speed", lambda *_: pytest.fail("it has begun"))
+    (here / "mine.json").touch()
+    (here / "link.json").symlink_to("nowhere")
+    for out in ("mine.json", "link.json"):
+        assert "not overwritten" in refused(capsys, "bench", "speed", "--out", out)
+    assert "There is no folder 'none'" in refused(capsys, "bench", "speed", "--out", "none/x.json")

@@ -165,6 +165,42 @@ def test_parts_without_an_image_are_passed_over(fitted, monkeypatch):
         fitted.predict(new)
 
 
+@pytest.fixture
+def with_a_broken_file(tmp_path) -> Path:
+    save_images(tmp_path / "photos", noisy_groups(30, size=16, seed=9))
+    for name in ("07.png", "11.png"):
+        (tmp_path / "photos" / name).write_bytes(b"broken")
+    return tmp_path / "photos"
+
+
+@pytest.mark.parametrize("method", ["predict", "predict_proba", "transform"])
+@pytest.mark.parametrize("listed", [False, True], ids=["folder", "list"])
+def test_a_file_that_cannot_be_read_is_an_error_and_no_missing_row(fitted, with_a_broken_file, method, listed):
+    files = sorted(with_a_broken_file.iterdir())
+    with pytest.raises(InputError, match=r"2 of the images could not.*07\.png: .*11\.png: .*`semclust predict`"):
+        getattr(fitted, method)(files if listed else with_a_broken_file)
+    readable = [file for file in files if file.name not in ("07.png", "11.png")]
+    assert len(getattr(fitted, method)(readable)) == 28
+
+
+def test_many_files_that_cannot_be_read_are_counted_and_a_few_named(fitted, monkeypatch):
+    parts = [make_images(8), make_images(0)]
+    parts[1].skipped = [(f"{i}\x1b.png", "empty file") for i in range(9)]
+    monkeypatch.setattr(type(fitted.predictor_), "stream", lambda *_: iter(parts))
+    with pytest.raises(InputError, match=r"9 of the images.*2\\x1b\.png: empty file; \.\.\.\)") as caught:
+        fitted.predict(grey())
+    assert "3\\x1b" not in str(caught.value) and "\x1b" not in str(caught.value)
+
+
+def test_a_fit_leaves_out_what_cannot_be_read_and_says_so(with_a_broken_file):
+    model = small(epochs=1)
+    with pytest.warns(UserWarning, match="2 files could not be read"):
+        embedding = model.fit_transform(with_a_broken_file)
+    assert len(embedding) == len(model.names_) == len(model.labels_) == 28
+    assert [name for name, _ in model.skipped_] == ["07.png", "11.png"]
+    np.testing.assert_array_equal(embedding, model.embedding_)
+
+
 def test_new_images_of_another_size_and_colour_are_brought_to_the_fitted_ones(fitted, tmp_path):
     """A grey 8 x 8 model takes files of 16 x 16 in colour."""
     assert fitted.predict(sources("folder", tmp_path)).shape == (N,)
@@ -541,8 +577,9 @@ def test_a_run_folder_brings_its_results(tmp_path):
     again = SemanticClusterer.load(run.path)
     np.testing.assert_array_equal(again.labels_, loaded.labels_)
     assert not hasattr(SemanticClusterer.load(run.model), "labels_")
+    assert not hasattr(again, "history_") and not hasattr(again, "skipped_")
     np.save(run.probabilities, done.p[:-1])
-    with pytest.raises(DamagedFileError, match="probabilities of the shape"):
+    with pytest.raises(DamagedFileError, match=r"probabilities\.npy has the shape \(47, 4\), but assignments\.csv"):
         SemanticClusterer.load(run.path)
 
 

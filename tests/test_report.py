@@ -21,10 +21,12 @@ from conftest import make_images, save_images, tiny
 from made_runs import make_run
 from semclust import Settings, fitting, report
 from semclust.arrays import resize
+from semclust.assignments import read_assignments
 from semclust.cli import main, parse
 from semclust.config import to_json, values
 from semclust.data import Images
 from semclust.errors import DamagedFileError, InputError
+from semclust.groups import Groups
 from semclust.report import content, kept, page, pictures, write_report
 from semclust.report.against_labels import compare, confusion
 from semclust.report.close import closest_pairs
@@ -61,7 +63,7 @@ def rows_of(run: RunFolder) -> list[dict[str, str]]:
 
 
 def collected(run: RunFolder) -> dict:
-    assigned = content.read_columns(run)
+    assigned = read_assignments(run.assignments)
     return content.collect(run, assigned, read_kept(run.path / kept.FILE, len(assigned.names)))
 
 
@@ -406,6 +408,64 @@ def test_merged_and_renamed_clusters(made, monkeypatch):
     assert any(pair["command"].endswith(" 1 3") or pair["command"].endswith(" 1 0") for pair in held["pairs"])
 
 
+def regroupable(folder: Path, monkeypatch) -> tuple[RunFolder, Images]:
+    """A run of 400 images in four clusters with its page; few of them have a thumbnail."""
+    monkeypatch.setattr(kept, "MAPPED", (20, 20))
+    images = make_images(400, labels=np.arange(400) % 4)
+    np.save(folder / "set.npy", images.pixels)
+    images.names = [str(i) for i in range(400)]
+    run, _ = fitted_run(folder, tiny(epochs=1, n_clusters=4, image_size=8), images)
+    run.write_config(run.read_config() | {"data": str(folder / "set.npy")})
+    p = np.random.default_rng(0).dirichlet([0.5] * 4, 400).astype(np.float32)
+    run.write_results(images.names, p, np.load(run.embeddings), read_json(run.path / "summary.json"))
+    write_report(run.path, images=images)
+    return run, images
+
+
+def extremes_of(run: RunFolder, data: dict) -> list[bool]:
+    """Whether each image in the gallery has a picture, once it is checked that they are the right ones."""
+    rows, pictured = rows_of(run), []
+    for cluster in data["clusters"]:
+        members = [i for i, row in enumerate(rows) if int(row["cluster"]) == cluster["id"]]
+        surest = sorted(members, key=lambda i: (-float(rows[i]["confidence"]), i))
+        assert [data["images"]["row"][number] for number in cluster["most"]] == surest[:10]
+        assert [data["images"]["row"][number] for number in cluster["least"]] == surest[:-11:-1]
+        pictured += [number < data["sheets"]["pictures"] for number in cluster["most"] + cluster["least"]]
+    return pictured
+
+
+@pytest.mark.parametrize("at_hand", [True, False])
+def test_the_most_and_least_certain_follow_a_merge_and_its_undoing(tmp_path, monkeypatch, at_hand):
+    run, images = regroupable(tmp_path, monkeypatch)
+    before = data_of(run.path / "report.html")
+    assert all(extremes_of(run, before))
+    if not at_hand:
+        (tmp_path / "set.npy").unlink()
+    groups = Groups.read(run.model)
+    groups.merge([0, 2])
+    run.write_groups(groups)
+    merged = data_of(write_report(run.path))
+    assert all(extremes_of(run, merged)) == at_hand
+    assert merged["map"] == before["map"] | {"points": merged["map"]["points"]}
+    if at_hand:
+        stored = read_kept(run.path / kept.FILE, 400)
+        assert stored.sheets == pictures.make_sheets(images.pixels, stored.pictured)
+        assert stored.labels.tolist() == images.labels.tolist()
+        (tmp_path / "set.npy").unlink()
+        assert data_of(write_report(run.path)) == merged  # again from the folder alone
+        np.save(tmp_path / "set.npy", images.pixels)
+    groups.undo()
+    run.write_groups(groups)
+    undone = data_of(write_report(run.path))
+    assert all(extremes_of(run, undone))
+    assert [cluster["size"] for cluster in undone["clusters"]] == [cluster["size"] for cluster in before["clusters"]]
+
+
+def test_images_are_looked_for_only_where_pictures_are_missing(made, monkeypatch):
+    monkeypatch.setattr(report, "find_images", lambda *_: pytest.fail("there is no need to"))
+    write_report(made.path)
+
+
 def test_close_clusters():
     angle = np.array([0, 0.3, 2.0, 4.0])
     cluster = np.repeat(np.arange(4), 5)
@@ -534,7 +594,24 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(DamagedFileError, match=r"\(299, 4\), but"):
         write_report(run.path)
     (run.path / "embeddings.npy").unlink()
-    with pytest.raises(DamagedFileError, match="cannot be read"):
+    with pytest.raises(InputError, match="is missing"):
+        write_report(run.path)
+
+
+@pytest.mark.parametrize("name", content.SUMMARY)
+def test_a_summary_that_lacks_something_is_damage(tmp_path, name):
+    run = make_run(tmp_path)
+    whole = read_json(run.path / "summary.json")
+    for damaged in ({key: value for key, value in whole.items() if key != name}, whole | {name: {}}):
+        write_json(run.path / "summary.json", damaged)
+        with pytest.raises(DamagedFileError, match=rf"summary\.json lacks {name}, .*--resume"):
+            write_report(run.path)
+
+
+def test_a_damaged_list_of_skipped_files_is_named(tmp_path):
+    run = make_run(tmp_path)
+    (run.path / "skipped.csv").write_text(f"path,reason\n{'x' * 200_000},empty file\n")
+    with pytest.raises(DamagedFileError, match=r"skipped\.csv is damaged"):
         write_report(run.path)
 
 

@@ -164,6 +164,12 @@ def test_dropping_rows_of_no_file_is_nothing(run):
     assert not run.metrics.exists()
 
 
+def test_a_cell_that_is_too_long_is_damage(run):
+    run.metrics.write_text(f"epoch,loss\n1,{'1' * 200_000}\n")
+    with pytest.raises(DamagedFileError, match=r"metrics\.csv"):
+        run.read_metrics()
+
+
 @pytest.mark.parametrize("content", [b"epoch,loss\ngarbage\n", b"epoch,loss\n1,x\n", b"\xff\xfe\n\xff\xfe\n"])
 @pytest.mark.parametrize("call", [RunFolder.read_metrics, lambda run: (run.drop_metrics_after(3), run.read_metrics())])
 def test_damaged_rows_are_named(run, content, call):
@@ -195,6 +201,34 @@ def test_results_are_written(run):
     np.testing.assert_array_equal(np.load(run.path / "embeddings.npy"), q)
     assert json.loads((run.path / "summary.json").read_text()) == {"score": 0.5}
     assert tuple(run.assignments.read_text().splitlines()[0].split(",")) == ASSIGNMENTS
+
+
+def test_results_come_back_and_fit_together(run):
+    p, q = np.array([[0.9, 0.1], [0.3, 0.7]], np.float32), np.eye(2, 5, dtype=np.float32)
+    run.write_results(["a", "b"], p, q, {})
+    names, p_again, q_again = run.read_results(2)
+    assert names == ["a", "b"] and isinstance(q_again, np.memmap)
+    np.testing.assert_array_equal(p_again, p)
+    np.testing.assert_array_equal(q_again, q)
+    with pytest.raises(DamagedFileError, match=r"\(2, 2\); expected 3 clusters.*--resume"):
+        run.read_results(3)
+
+
+def test_embeddings_that_are_none_are_refused(run):
+    run.write_results(["a", "b"], np.eye(2), np.eye(2, 5), {})
+    assert run.read_embeddings(2).shape == (2, 5)
+    with pytest.raises(DamagedFileError, match=r"embeddings\.npy has the shape \(2, 5\), but.* 3 rows.*--resume"):
+        run.read_embeddings(3)
+    for wrong in (np.ones(2), np.eye(2, dtype=int), np.array([[None], ["a"]], object)):
+        np.save(run.embeddings, wrong)
+        with pytest.raises(DamagedFileError, match=r"embeddings\.npy is damaged.*--resume"):
+            run.read_embeddings(2)
+    run.embeddings.write_bytes(b"garbage")
+    with pytest.raises(DamagedFileError, match=r"embeddings\.npy is damaged.*--resume"):
+        run.read_embeddings(2)
+    run.embeddings.unlink()
+    with pytest.raises(InputError, match=r"embeddings\.npy is missing.*--resume"):
+        run.read_embeddings(2)
 
 
 def test_skipped_files_are_listed_where_there_are_any(run):

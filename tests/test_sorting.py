@@ -11,7 +11,7 @@ from conftest import noisy_groups, save_images
 from semclust.data import open_images
 from semclust.errors import InputError
 from semclust.groups import Groups
-from semclust.sorting import SortedFolder, check_folder, folder_name, numbered, safe
+from semclust.sorting import SortedFolder, check_folder, fitting_name, folder_name, numbered, safe
 
 
 def sort(images, path: Path, clusters, groups: Groups | None = None, by="link") -> SortedFolder:
@@ -131,6 +131,14 @@ def test_names_without_files_cannot_leave_the_folder(tmp_path):
     assert tree(tmp_path / "in/sorted") == ["0/_.png", "0/a__b.png", "0/passwd.png", "0/x-2.png", "0/x.png"]
 
 
+def test_long_names_without_files_are_cut(tmp_path):
+    images = open_images(noisy_groups(4), size=(8, 8))
+    images.names = ["a.tar/" + "é" * 130 + ".png", "a.tar/" + "é" * 140 + ".png", "b.tar/" + "x" * 300, "y" * 251]
+    sort(images, tmp_path / "sorted", [0] * 4)
+    cut = ["é" * 125 + ".png", "é" * 124 + "-2.png", "x" * 251 + ".png", "y" * 251 + ".png"]
+    assert tree(tmp_path / "sorted") == sorted(f"0/{name}" for name in cut)
+
+
 def test_a_folder_bears_id_and_name(photos, tmp_path):
     groups = Groups(4)
     groups.rename(2, "ships / boats")
@@ -162,6 +170,8 @@ def test_safe_and_numbered():
     assert numbered(Path("a/cat.tar.gz"), 2) == Path("a/cat.tar-2.gz")
     assert numbered(Path("cat"), 12) == Path("cat-12")
     assert len(os.fsencode(numbered(Path("ü" * 125 + ".jpeg"), 10).name)) <= 255
+    assert numbered(Path("ü" * 125 + ".jpeg"), 10) == Path("ü" * 123 + "-10.jpeg")  # no half of a letter
+    assert fitting_name("ok", ".png") == "ok.png" and fitting_name("x", "." * 300) == "." * 300
 
 
 def test_a_file_that_vanished_is_told(photos, tmp_path):

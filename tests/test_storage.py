@@ -13,9 +13,11 @@ from torch import nn
 from torch.testing import assert_close
 
 from semclust import storage
-from semclust.errors import DamagedFileError
+from semclust.backbones import stop_counting
+from semclust.errors import DamagedFileError, InputError
 from semclust.storage import (
     WholeFile,
+    check_new_file,
     free_path,
     load_into,
     read_json,
@@ -281,6 +283,17 @@ def test_a_state_that_does_not_fit_names_the_file(tmp_path, state):
     assert str(tmp_path / "model.safetensors") in str(caught.value)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_the_counts_of_batches_in_an_earlier_file_are_left_out(momentum):
+    """Where a module keeps one itself, for a cumulative average, it is loaded."""
+    earlier, module = nn.Sequential(nn.BatchNorm2d(2)), nn.Sequential(nn.BatchNorm2d(2, momentum=momentum))
+    earlier(torch.rand(4, 2, 3, 3))
+    stop_counting(module)
+    load_into(module, earlier.state_dict(), Path("x"))
+    assert torch.equal(module[0].running_mean, earlier[0].running_mean)
+    assert module[0].num_batches_tracked == (1 if momentum is None else None)
+
+
 # ---- files that are written bit by bit ---------------------------------------------------------------
 
 
@@ -311,6 +324,52 @@ def test_a_new_file_takes_a_name_that_is_free_at_the_end(tmp_path):
     assert whole.path == tmp_path / "a-2.csv" and whole.path.read_text() == "new"
     assert (tmp_path / "a.csv").read_text() == "of another process"
     assert sorted(os.listdir(tmp_path)) == ["a-2.csv", "a.csv"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_file_that_appears_at_the_last_moment_is_kept(tmp_path, monkeypatch, links):
+    """Between the choice of a name and the move to it another process may take that name."""
+    real_free_path = storage.free_path
+    others = iter(["first", "second"])
+
+    def free_and_taken(path):
+        free = real_free_path(path)
+        if (content := next(others, None)) is not None:
+            free.write_text(content)
+        return free
+
+    def no_links(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(storage, "free_path", free_and_taken)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    whole = WholeFile(tmp_path / "a.csv", replace=False)
+    with whole as file:
+        file.write(b"new")
+    assert whole.path == tmp_path / "a-3.csv"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {
+        "a.csv": "first",
+        "a-2.csv": "second",
+        "a-3.csv": "new",
+    }
+
+
+def test_where_no_new_file_can_be(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path, words in [
+        (tmp_path, "exists and is not overwritten"),
+        (tmp_path / "file", "exists and is not overwritten"),
+        (tmp_path / "link", "exists and is not overwritten"),
+        (tmp_path / "none" / "x", "There is no folder"),
+        (tmp_path / "file" / "x", "There is no folder"),
+    ]:
+        with pytest.raises(InputError, match=words) as caught:
+            check_new_file(path)
+        assert "--out" in str(caught.value)
+    check_new_file(tmp_path / "new")
+    assert sorted(os.listdir(tmp_path)) == ["file", "link"]
 
 
 def test_a_free_path_does_not_exist(tmp_path):

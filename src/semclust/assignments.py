@@ -10,7 +10,7 @@ import csv
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -64,19 +64,33 @@ def _columns(p: np.ndarray, groups: Groups) -> tuple[np.ndarray, ...]:
     return first, x, second, y
 
 
-def read_assignments(path: Path) -> tuple[list[str], np.ndarray]:
-    """Names and clusters of ``write_assignments``."""
+class Assignments(NamedTuple):
+    """The columns of a table of assignments."""
+
+    names: list[str]
+    cluster: np.ndarray
+    confidence: np.ndarray
+    runner_up: np.ndarray
+    margin: np.ndarray
+
+
+def read_assignments(path: Path) -> Assignments:
+    """The table that ``write_assignments`` wrote as CSV."""
     try:
         with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-            rows = [(row["path"], int(row["cluster"])) for row in csv.DictReader(file)]
+            rows = [
+                (r["path"], int(r["cluster"]), float(r["confidence"]), int(r["runner_up"]), float(r["margin"]))
+                for r in csv.DictReader(file)
+            ]
         if not rows:
             raise ValueError("it holds no row")
-        return [name for name, _ in rows], np.array([cluster for _, cluster in rows])
+        names, *columns = zip(*rows, strict=True)
+        return Assignments(list(names), *map(np.array, columns))
     except FileNotFoundError:
         raise InputError(f"{path} is missing: has the run finished? `semclust fit --resume {path.parent}`") from None
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise DamagedFileError(
-            f"{path} is damaged ({error!r}); expected the columns {', '.join(ASSIGNMENTS)}."
+            f"{path} is damaged ({error!r}); expected the columns {', '.join(ASSIGNMENTS)}. Restore it, or fit again."
         ) from error
 
 

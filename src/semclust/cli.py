@@ -276,7 +276,7 @@ def parse(argv: list[str]) -> AnyCommand:
 def fit(command: Fit, argv: list[str], console: "Console") -> None:
     from semclust import fitting
     from semclust.data import open_images
-    from semclust.display import Display, printable, show_clusters
+    from semclust.display import Display, printable, show_clusters, show_groups
     from semclust.run_folder import RunFolder, fingerprint
     from semclust.truth import read_labels
 
@@ -334,7 +334,10 @@ def fit(command: Fit, argv: list[str], console: "Console") -> None:
     groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
     fitted.predictor.save(run.model)
     run.write_results(images.names, fitted.p, fitted.q, summary, groups)
-    show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
+    if groups.steps:  # of a run that had finished before
+        show_groups(console, groups, groups.sizes(groups.apply(fitted.p)))
+    else:
+        show_clusters(console, summary, images.names, fitted.labels, fitted.p.max(1))
     console.print(f"{summary['seconds']:.0f} s; run folder: {printable(str(run.path))}", markup=False, highlight=False)
     if command.report:
         report_on_fit(run, images, console)
@@ -376,13 +379,15 @@ def predict(command: Predict, console: "Console") -> None:
     from semclust.predictor import Predictor
     from semclust.run_folder import model_folder
     from semclust.sorting import check_folder
+    from semclust.storage import check_new_file
 
     def say(text: str, style: str | None = None) -> None:
         console.print(printable(text), style=style, markup=False, highlight=False)
 
-    check_out(command.out)
-    if command.out and is_parquet(command.out):
-        need_parquet()
+    if command.out:
+        check_new_file(command.out)
+        if is_parquet(command.out):
+            need_parquet()
     if command.into:
         check_folder(command.into, command.data)
     predictor = Predictor.load(model_folder(command.run))
@@ -416,14 +421,6 @@ def predict(command: Predict, console: "Console") -> None:
     if done.embeddings:
         say(f"embeddings: {done.embeddings}")
     say(f"{done.n_images:,} {'image' if done.n_images == 1 else 'images'} assigned; written to {done.table}")
-
-
-def check_out(path: Path | None) -> None:
-    """Raise InputError where ``path`` was asked for and cannot be a new file."""
-    if path and (path.exists() or path.is_symlink()):
-        raise InputError(f"{str(path)!r} exists and is not overwritten; choose another --out.")
-    if path and not path.parent.is_dir():
-        raise InputError(f"There is no folder {str(path.parent)!r} for --out; make it, or choose another.")
 
 
 @contextlib.contextmanager
@@ -490,13 +487,14 @@ def change(command: Merge | Rename | Reduce | Undo, groups: "Groups", run: "RunF
 
 def export(command: Export, console: "Console") -> None:
     from semclust.display import printable
+    from semclust.storage import check_new_file, free_path
 
-    check_out(command.out)
+    if command.out:
+        check_new_file(command.out)
     if command.format == "onnx":
         from semclust.export import export_onnx
         from semclust.predictor import Predictor
         from semclust.run_folder import model_folder
-        from semclust.storage import free_path
 
         predictor = Predictor.load(model_folder(command.run))
         out = command.out or free_path(Path(f"{command.run.resolve().name}.onnx"))
@@ -529,14 +527,14 @@ def evaluate(command: Evaluate, console: "Console") -> None:
     from semclust.truth import read_labels
 
     run = RunFolder.open(command.run)
-    names, clusters = read_assignments(run.assignments)
+    names, clusters, *_ = read_assignments(run.assignments)
     groups = run.read_groups(int(clusters.max()) + 1)
     labels = read_labels(command.labels, names) if command.labels else labels_of(run, names)
     console.print(metrics.in_words(metrics.evaluate(clusters, labels)))
     table = Table(title="images of each class in each cluster", title_justify="left")
     table.add_column("cluster", justify="right")
     for name in np.unique(labels):
-        table.add_column(escape(str(name)), justify="right")
+        table.add_column(escape(printable(str(name))), justify="right")
     for cluster, row in zip(np.unique(clusters), metrics.contingency(clusters, labels), strict=True):
         table.add_row(escape(printable(groups.title(int(cluster)))), *(f"{n:,}" if n else "." for n in row))
     console.print(table)
@@ -545,12 +543,12 @@ def evaluate(command: Evaluate, console: "Console") -> None:
 def bench(command: Bench, console: "Console") -> None:
     started = time.perf_counter()  # before torch is imported: that is part of the time to the first step
     from semclust.speed import in_words, measure_speed
-    from semclust.storage import free_path, write_json
+    from semclust.storage import check_new_file, free_path, write_json
 
     settings = Settings(**values(command.settings))
     check(settings)
-    if command.out and command.out.exists():
-        raise InputError(f"{str(command.out)!r} exists and is not overwritten; choose another --out.")
+    if command.out:
+        check_new_file(command.out)
 
     def tell(message: str) -> None:
         console.print(message, markup=False, highlight=False)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semclust.errors import in_short
+
 # Compiling a ResNet takes about a minute and gains about 100 microseconds an image: it pays from there on.
 WORTH_COMPILING = 1_000_000  # images seen in a run
 PLAIN_STEPS = 3  # before recording: they compile, choose algorithms and allocate what they keep
@@ -50,7 +52,7 @@ class Engine:
             except Exception as error:
                 self.compiles = False
                 result = function(*args)  # an error of the function itself is raised here, in its own words
-                self.on_notice(f"This network is not compiled, which makes it slower ({first_line(error)}).")
+                self.on_notice(f"This network is not compiled, which makes it slower ({in_short(error)}).")
                 return result
 
         return call
@@ -113,7 +115,7 @@ class RecordedStep:
             # The generator still believes that it is being recorded; a copy of its state does not.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
-            self.engine.on_notice(f"The step cannot be recorded, which makes it slower ({first_line(error)}).")
+            self.engine.on_notice(f"The step cannot be recorded, which makes it slower ({in_short(error)}).")
 
 
 @contextlib.contextmanager
@@ -135,8 +137,3 @@ def fast_kernels(device: torch.device) -> Iterator[None]:
 def can_compile(device: torch.device) -> bool:
     """Whether torch can generate kernels for this GPU here."""
     return find_spec("triton") is not None and torch.cuda.get_device_capability(device) >= (7, 0)
-
-
-def first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__

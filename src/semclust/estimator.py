@@ -17,11 +17,13 @@ from semclust import fitting
 from semclust.config import Settings, check, values
 from semclust.data import Images, open_images
 from semclust.devices import choose_device
-from semclust.display import Display
+from semclust.display import Display, printable
 from semclust.errors import InputError
 from semclust.groups import Groups
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder, model_folder
+
+FEW = 3  # images that an error names
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -29,10 +31,13 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     """Group unlabelled images by meaning, by Semantic Contrastive Learning.
 
     The parameters are those of ``semclust.Settings``, and ``verbose``. Data ``X`` is whatever ``semclust.open_images``
-    takes: an array (n, H, W) or (n, H, W, channels) of uint8 or floats, a folder, a list of files, a
-    ``.npz`` or ``.npy`` file, or "digits".
+    takes (the README has a table): an array (n, H, W) or (n, H, W, channels) of uint8 or floats, a folder, files by
+    name or pattern, a ``.npz`` or ``.npy`` file, tar shards, a data set of another library, a benchmark, or "digits".
 
-    Attributes after ``fit``:
+    A fit leaves out files that cannot be read, with a warning: what it learned is about the images in ``names_``.
+    ``predict``, ``predict_proba`` and ``transform`` have a row for every image of X, or raise InputError.
+
+    Attributes after ``fit``; after ``load`` see there:
         labels_         cluster of each image, 0 the largest cluster
         probabilities_  n x R, for the clusters in clusters_
         embedding_      n x d, unit vectors
@@ -69,6 +74,10 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     def fit_predict(self, X: Any, y: Any = None, **kwargs: Any) -> np.ndarray:
         """Learn, and return the cluster of each image."""
         return self.fit(X).labels_
+
+    def fit_transform(self, X: Any, y: Any = None, **kwargs: Any) -> np.ndarray:
+        """Learn, and return the embedding of each image."""
+        return self.fit(X).embedding_
 
     def predict(self, X: Any) -> np.ndarray:
         """The most likely cluster of each image: one of ``clusters_``."""
@@ -121,7 +130,9 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     @classmethod
     def load(cls, path: str | Path, backbone: nn.Module | None = None) -> "SemanticClusterer":
         """A model that ``save`` wrote, or a run folder of ``semclust fit``. It predicts at once; from a run folder
-        also ``labels_``, ``probabilities_``, ``embedding_`` and ``names_`` are there, the arrays mapped from disk."""
+        also ``labels_``, ``probabilities_``, ``embedding_`` and ``names_`` are there, the arrays mapped from disk.
+        ``history_`` and ``skipped_`` are of a fit in the same program only; a run folder has metrics.csv and
+        skipped.csv."""
         predictor = Predictor.load(model_folder(Path(path)), backbone)
         made = cls(**values(predictor.settings))
         made.predictor_ = predictor
@@ -159,8 +170,18 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     def _apply(self, X: Any) -> tuple[np.ndarray, np.ndarray]:
         check_is_fitted(self)
         device = choose_device(self.device)
-        stream = self.predictor_.stream(X)  # a part may hold nothing but files that cannot be read
-        parts = [self.predictor_(images.pixels, device) for images in stream if images.names]
+        parts, skipped = [], []
+        for images in self.predictor_.stream(X):
+            skipped += images.skipped
+            if images.names and not skipped:  # a part may hold nothing but files that cannot be read
+                parts.append(self.predictor_(images.pixels, device))
+        if skipped:
+            few = "; ".join(printable(f"{name}: {reason}") for name, reason in skipped[:FEW])
+            raise InputError(
+                f"{len(skipped)} of the images could not be read, so the rows would not be those of the data "
+                f"({few}{'; ...' if len(skipped) > FEW else ''}). Take them out, or use `semclust predict`, which "
+                "names every image in a table and lists what it leaves out."
+            )
         if not parts:
             raise InputError("There is no image that could be read, so there is nothing to predict.")
         p, q = zip(*parts, strict=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from semclust import __version__
 from semclust.errors import InputError, SemclustError, in_short
 from semclust.predictor import Predictor
-from semclust.storage import WholeFile
+from semclust.storage import WholeFile, check_new_file
 
 TOLERANCE = 1e-3  # of a probability or a coordinate; differences of rounding are a thousandth of that
 BATCHES = (1, 2, 7)  # of random images that both models see
@@ -53,10 +53,7 @@ def export_onnx(predictor: Predictor, path: Path) -> float:
     except ImportError as error:
         raise InputError(f'ONNX needs more packages ({error}): pip install "semclust[onnx]"') from error
 
-    if path.exists() or path.is_symlink():
-        raise InputError(f"{str(path)!r} exists and is not overwritten; choose another --out.")
-    if not path.parent.is_dir():
-        raise InputError(f"There is no folder {str(path.parent)!r} for --out; make it, or choose another.")
+    check_new_file(path)
     model = _to_onnx(predictor)
     onnx.helper.set_model_props(model, _about(predictor))
     content = model.SerializeToString()

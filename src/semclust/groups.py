@@ -90,6 +90,10 @@ class Groups:
                 merged[:, column[into]] += p[:, cluster]
         return np.minimum(merged, 1)  # rounding can carry a sum past it
 
+    def sizes(self, p: np.ndarray) -> np.ndarray:
+        """How many images each cluster has (C, by id), from the probabilities p (N x R) of those that remain."""
+        return np.bincount(np.array(self.ids)[p.argmax(1)], minlength=self.n_clusters)
+
     # ---- steps -----------------------------------------------------------------------------------
 
     def merge(self, clusters: Sequence[Cluster]) -> int:

@@ -20,7 +20,7 @@ from semclust.errors import DamagedFileError, InputError
 from semclust.groups import Groups
 from semclust.model import ClusterNetwork, Encoder, LinearClassifier, channels_last
 from semclust.storage import as_state, load_into, read_json, read_tensors, write_json, write_tensors
-from semclust.train import Learner
+from semclust.train import Learner, in_unit_range
 
 FORMAT = 1
 BATCH = 512
@@ -98,8 +98,7 @@ class Predictor:
         q: list[Tensor] = []
         for start in range(0, len(pixels), BATCH):
             part = torch.tensor(pixels[start : start + BATCH]).to(device)
-            x = part.permute(0, 3, 1, 2).float().div(255).contiguous(memory_format=torch.channels_last)
-            for parts, result in zip((p, q), network(x), strict=True):
+            for parts, result in zip((p, q), network(in_unit_range(part.permute(0, 3, 1, 2))), strict=True):
                 parts.append(result.cpu())
         return self.groups.apply(torch.cat(p).numpy()), torch.cat(q).numpy()
 

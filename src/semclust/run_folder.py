@@ -107,7 +107,7 @@ class RunFolder:
         try:
             with open(self.metrics, newline="", encoding="utf-8") as file:
                 return [{name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)]
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, csv.Error) as error:
             raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
 
     def drop_metrics_after(self, epoch: int) -> None:
@@ -170,25 +170,33 @@ class RunFolder:
 
     def read_results(self, n_clusters: int) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names, probabilities (N x C, of the clusters of the fit) and embeddings; the arrays are mapped."""
-        names, _ = read_assignments(self.assignments)
-        p, q = self._read_array(self.probabilities), self._read_array(self.embeddings)
-        if p.shape != (len(names), n_clusters) or len(q) != len(names):
+        names = read_assignments(self.assignments).names
+        p = self._read_array(self.probabilities, len(names))
+        if p.shape[1] != n_clusters:
             raise DamagedFileError(
-                f"{self.path} holds probabilities of the shape {p.shape}, {len(q)} embeddings and {len(names)} "
-                f"assignments; expected as many of each, and {n_clusters} clusters. `semclust fit --resume {self.path}`"
+                f"{self.probabilities} has the shape {p.shape}; expected {n_clusters} clusters. "
+                f"`semclust fit --resume {self.path}` writes it again."
             )
-        return names, p, q
+        return names, p, self.read_embeddings(len(names))
 
-    def _read_array(self, path: Path) -> np.ndarray:
+    def read_embeddings(self, n_images: int) -> np.ndarray:
+        """embeddings.npy, mapped: N x d, a row for each of the ``n_images`` of assignments.csv."""
+        return self._read_array(self.embeddings, n_images)
+
+    def _read_array(self, path: Path, n_images: int) -> np.ndarray:
+        again = f"`semclust fit --resume {self.path}` writes it"
         if not path.exists():
-            raise InputError(
-                f"{path} is missing: has the run finished, and in this version? `semclust fit --resume {self.path}` "
-                "writes it."
+            raise InputError(f"{path} is missing: has the run finished, and in this version? {again}.")
+        try:
+            with numpy_file(path) as array:
+                if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind != "f":
+                    raise InputError("It is no table of numbers.")
+        except InputError as error:
+            raise DamagedFileError(f"{path} is damaged. {again} again.") from error
+        if len(array) != n_images:
+            raise DamagedFileError(
+                f"{path} has the shape {array.shape}, but assignments.csv {n_images} rows. {again} again."
             )
-        with numpy_file(path) as loaded:
-            array = loaded
-        if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind != "f":
-            raise DamagedFileError(f"{path} is damaged: it is no table of numbers. `semclust fit --resume {self.path}`")
         return array
 
     def write_groups(self, groups: Groups) -> np.ndarray:
@@ -206,7 +214,7 @@ class RunFolder:
             writes = [stack.enter_context(assignments_file(WholeFile(path), groups)) for path in paths]
             for start in range(0, len(names), ROWS_AT_ONCE):
                 part = groups.apply(p[start : start + ROWS_AT_ONCE])
-                sizes += np.bincount(np.array(groups.ids)[part.argmax(1)], minlength=groups.n_clusters)
+                sizes += groups.sizes(part)
                 for write in writes:
                     write(names[start : start + ROWS_AT_ONCE], part)
             if store:

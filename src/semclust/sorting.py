@@ -66,7 +66,7 @@ class SortedFolder:
             file = images.file(row)
             if file is None:
                 name = PurePosixPath(images.names[row]).stem
-                self._new(folder / f"{safe(name)}.png", partial(_save_png, images.pixels[row]))
+                self._new(folder / fitting_name(safe(name), ".png"), partial(_save_png, images.pixels[row]))
                 continue
             try:
                 with open(file, "rb"):
@@ -137,10 +137,16 @@ def safe(name: str) -> str:
 
 
 def numbered(path: Path, number: int) -> Path:
-    """cat-2.jpg for cat.jpg, with the stem cut where the name would be too long."""
-    ending = f"-{number}{path.suffix}"
-    stem = os.fsencode(path.stem)[: LONGEST - len(os.fsencode(ending))]
-    return path.with_name(os.fsdecode(stem) + ending)
+    """cat-2.jpg for cat.jpg."""
+    return path.with_name(fitting_name(path.stem, f"-{number}{path.suffix}"))
+
+
+def fitting_name(stem: str, ending: str) -> str:
+    """A file's name, with the stem cut by whole characters where it would be too long."""
+    stem = stem[:LONGEST]
+    while stem and len(os.fsencode(stem + ending)) > LONGEST:
+        stem = stem[:-1]
+    return stem + ending
 
 
 def _save_png(pixels: np.ndarray, path: Path) -> None:

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from semclust.errors import DamagedFileError
+from semclust.errors import DamagedFileError, InputError
 
 NEXT_STEP = "Restore the file from a copy, or fit again"
 
@@ -44,9 +44,10 @@ class WholeFile:
                 if failure is None:
                     file.flush()
                     os.fsync(file.fileno())
-            if failure is None:
-                self.path = self.path if self.replace else free_path(self.path)
+            if failure is None and self.replace:
                 os.replace(self.beside, self.path)
+            elif failure is None:
+                self.path = _place_anew(self.beside, self.path)
         finally:
             self.beside.unlink(missing_ok=True)
 
@@ -64,6 +65,31 @@ def free_path(path: Path) -> Path:
         number += 1
         free = path.with_stem(f"{path.stem}-{number}")
     return free
+
+
+def _place_anew(beside: Path, path: Path) -> Path:
+    """Move ``beside`` to the ``free_path``, which is returned; a file that appears there at this moment is kept too."""
+    while True:
+        free = free_path(path)
+        try:
+            try:
+                os.link(beside, free)
+            except FileExistsError:
+                raise
+            except OSError:  # a file system without links: an empty file holds the name
+                open(free, "xb").close()
+                os.replace(beside, free)
+            return free
+        except FileExistsError:
+            continue
+
+
+def check_new_file(path: Path) -> None:
+    """Raise InputError where ``path``, which was asked for by --out, cannot become a new file."""
+    if path.exists() or path.is_symlink():
+        raise InputError(f"{str(path)!r} exists and is not overwritten; choose another --out.")
+    if not path.parent.is_dir():
+        raise InputError(f"There is no folder {str(path.parent)!r} for --out; make it, or choose another.")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -130,7 +156,10 @@ def load_into(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -
 
 def as_state(tensors: dict[str, Tensor], module: torch.nn.Module) -> dict[str, Tensor]:
     """A state for ``module``, with the versions of its parts' formats: without them a batch norm expects a count
-    of batches, which none here keeps."""
-    state = OrderedDict(tensors)
-    state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
+    of batches. Few here keep one, so those of earlier files are left out."""
+    own = module.state_dict()
+    state = OrderedDict(
+        (name, value) for name, value in tensors.items() if name in own or not name.endswith("num_batches_tracked")
+    )
+    state._metadata = own._metadata  # type: ignore[attr-defined]
     return state

@@ -3,7 +3,7 @@
 kept.py            what only the end of a fit knows: thumbnails, places on the map, labels
 pictures.py        thumbnails in sheets
 places.py          t-SNE
-collect.py         from the run folder to all that the page shows
+content.py         from the run folder to all that the page shows
 against_labels.py  right and wrong, the confusion table
 close.py           which clusters could be merged
 curves.py          the course of the training
@@ -15,14 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from semclust.assignments import Assignments, read_assignments
 from semclust.config import Settings
 from semclust.data import Images, open_images
 from semclust.errors import InputError, SemclustError
-from semclust.report.content import Assignments, collect, read_columns, read_settings
-from semclust.report.kept import FILE, Kept, keep, read_kept
+from semclust.report.content import collect, read_settings
+from semclust.report.kept import FILE, Kept, add_pictures, choose_gallery, keep, read_kept, write_kept
 from semclust.report.page import GENERATOR, render
 from semclust.run_folder import RunFolder, fingerprint
-from semclust.storage import write_whole
+from semclust.storage import check_new_file, write_whole
 from semclust.truth import read_labels
 
 __all__ = ["write_report"]
@@ -36,10 +39,11 @@ def write_report(run_folder: str | Path, out: str | Path | None = None, images: 
         from the run folder alone. Where they are not given, they are looked for where the fit found them.
     """
     run = RunFolder.open(Path(run_folder))
-    path = check_free(run, None if out is None else Path(out))
-    assigned = read_columns(run)
+    path = check_place(run, None if out is None else Path(out))
+    assigned = read_assignments(run.assignments)
     if images is None and (run.path / FILE).exists():
         kept = read_kept(run.path / FILE, len(assigned.names))
+        renew_pictures(run, assigned, kept)
     else:
         kept = keep_now(run, assigned, images)
     write_whole(path, render(collect(run, assigned, kept)))
@@ -49,6 +53,19 @@ def write_report(run_folder: str | Path, out: str | Path | None = None, images: 
 def keep_now(run: RunFolder, assigned: Assignments, images: Images | None) -> Kept:
     config, settings = read_settings(run)
     return keep(run, settings, images or find_images(config, settings), assigned.cluster, assigned.confidence)
+
+
+def renew_pictures(run: RunFolder, assigned: Assignments, kept: Kept) -> None:
+    """Once clusters were merged or a merge was undone, others are their most and least certain images: make thumbnails
+    of those, where the images are still at hand. Otherwise some of them are shown by their names."""
+    config, settings = read_settings(run)
+    _, gallery = choose_gallery(assigned.cluster, assigned.confidence, settings.n_clusters)
+    if kept.sheets is None or np.isin(gallery, kept.pictured).all():
+        return
+    images = find_images(config, settings)
+    if images is not None:
+        add_pictures(kept, images.pixels, gallery)
+        write_kept(run.path / FILE, kept)
 
 
 def find_images(config: dict[str, Any], settings: Settings) -> Images | None:
@@ -65,15 +82,12 @@ def find_images(config: dict[str, Any], settings: Settings) -> Images | None:
     return images
 
 
-def check_free(run: RunFolder, out: Path | None) -> Path:
+def check_place(run: RunFolder, out: Path | None) -> Path:
     """Where to write; an InputError where something else would be lost."""
     if out is None:
         page = run.path / "report.html"
         if page.exists() and GENERATOR.encode() not in page.read_bytes()[:2000]:
             raise InputError(f"{str(page)!r} was not written by semclust and is not overwritten; choose an --out.")
         return page
-    if out.exists() or out.is_symlink():
-        raise InputError(f"{str(out)!r} exists and is not overwritten; choose another --out.")
-    if not out.parent.is_dir():
-        raise InputError(f"There is no folder {str(out.parent)!r} for --out; make it, or choose another.")
+    check_new_file(out)
     return out

@@ -9,20 +9,20 @@ import math
 import shlex
 import zlib
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from semclust.assignments import Assignments
 from semclust.config import Settings, from_json
 from semclust.display import printable
-from semclust.errors import DamagedFileError, InputError
+from semclust.errors import DamagedFileError, in_short
 from semclust.groups import Groups
 from semclust.report.against_labels import Comparison, compare, confusion
 from semclust.report.close import closest_pairs
 from semclust.report.curves import curves, phases, table_of_epochs
-from semclust.report.kept import Kept, most_and_least_certain, read_embeddings
+from semclust.report.kept import Kept, most_and_least_certain
 from semclust.report.settings_table import fit_command, settings_table
 from semclust.run_folder import RunFolder
 from semclust.storage import read_json
@@ -30,31 +30,16 @@ from semclust.storage import read_json
 ALL_NAMES = 4_000_000  # bytes, compressed, up to which the names of all images are in the page
 REASONS = 12  # for skipping files, with a few examples of each
 EXAMPLES = 5
-
-
-@dataclass
-class Assignments:
-    """What the page needs of assignments.csv."""
-
-    names: list[str]
-    cluster: np.ndarray
-    confidence: np.ndarray
-    runner_up: np.ndarray
-
-
-def read_columns(run: RunFolder) -> Assignments:
-    try:
-        with open(run.assignments, newline="", encoding="utf-8", errors="surrogateescape") as file:
-            rows = csv.DictReader(file)
-            cells = [(r["path"], int(r["cluster"]), float(r["confidence"]), int(r["runner_up"])) for r in rows]
-        names, *columns = zip(*cells, strict=True)
-        return Assignments(list(names), *map(np.array, columns))
-    except FileNotFoundError:
-        raise InputError(
-            f"{run.assignments} is missing: has the run finished? `semclust fit --resume {run.path}`"
-        ) from None
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
-        raise DamagedFileError(f"{run.assignments} is damaged ({error!r}). Restore it, or fit again.") from error
+SUMMARY: dict[str, type | tuple[type, ...]] = {
+    "semclust": str,
+    "torch": str,
+    "python": str,
+    "device": str,
+    "image_shape": list,
+    "seconds": (int, float),
+    "score": (int, float),
+    "warnings": list,
+}
 
 
 def read_settings(run: RunFolder) -> tuple[dict[str, Any], Settings]:
@@ -65,10 +50,23 @@ def read_settings(run: RunFolder) -> tuple[dict[str, Any], Settings]:
     return config, Settings(**from_json(config["settings"]))
 
 
+def read_summary(run: RunFolder) -> dict[str, Any]:
+    """summary.json, with all that the page needs of it."""
+    path = run.path / "summary.json"
+    summary = read_json(path)
+    wrong = [name for name, kind in SUMMARY.items() if not isinstance(summary.get(name), kind)]
+    if wrong:
+        raise DamagedFileError(
+            f"{path} lacks {', '.join(wrong)}, or holds something else there. Restore it, or write it again: "
+            f"semclust fit --resume {run.path}"
+        )
+    return summary
+
+
 def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]:
     """Everything on the page. ``data`` in it is for the script, the rest for the template."""
     config, settings = read_settings(run)
-    summary, history = read_json(run.path / "summary.json"), run.read_metrics()
+    summary, history = read_summary(run), run.read_metrics()
     groups = Groups.read(run.model)
     if max(assigned.cluster.max(), assigned.runner_up.max()) >= len(groups.of):
         raise DamagedFileError(
@@ -86,7 +84,8 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
     clusters = describe_clusters(cluster, len(ids), assigned.confidence, kept, truth)
     for described, cluster_id, title in zip(clusters, ids, titles, strict=True):
         described |= {"id": cluster_id, "title": title}
-    shown, numbers = shown_images(names, assigned, cluster, runner_up, kept, truth)
+    extremes = [row for described in clusters for end in ("most", "least") for row in described[end]]
+    shown, numbers = shown_images(names, assigned, cluster, runner_up, extremes, kept, truth)
     for described in clusters:
         for end in ("most", "least"):
             described[end] = [numbers[row] for row in described[end]]
@@ -100,7 +99,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "merged_from": len(groups.of) if len(ids) < len(groups.of) else None,
         "skipped": read_skipped(run.path / "skipped.csv"),
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
-        "warnings": [printable(str(warning)) for warning in summary.get("warnings", [])],
+        "warnings": [printable(str(warning)) for warning in summary["warnings"]],
         "figures": truth and truth.figures,
         "pairs": describe_pairs(run, cluster, runner_up, ids, titles),
         "confusion": truth and confusion(truth, titles),
@@ -111,7 +110,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "command": printable(fit_command(config)),
         "own_code": [f"your own {name}" for name in ("backbone", "augment") if is_python(config["settings"].get(name))],
         "report_command": command("report", run.path),
-        "time": in_words(summary.get("seconds", math.nan)),
+        "time": in_words(summary["seconds"]),
         "sheets": [base64.b64encode(sheet).decode() for sheet in kept.sheets.files] if kept.sheets else [],
         "all_names": all_names(names, assigned.confidence, cluster),
         "data": {
@@ -139,17 +138,15 @@ def describe_clusters(
     """Of every cluster its size, confidence, most frequent class, and the rows of its extreme images."""
     sizes = np.bincount(cluster, minlength=n_clusters)
     mean = np.bincount(cluster, confidence, minlength=n_clusters) / np.maximum(sizes, 1)
-    # Where clusters were merged after the fit, the extremes of all of them have their thumbnails already.
-    rows = np.sort(kept.pictured) if kept.sheets else np.arange(len(cluster))
-    ends = most_and_least_certain(cluster[rows], confidence[rows], kept.extremes)
+    ends = most_and_least_certain(cluster, confidence, kept.extremes)
     described = []
     for i, size in enumerate(sizes.tolist()):
         most, least = ends.get(i, ([], []))
         one: dict[str, Any] = {
             "size": size,
             "confidence": round(float(mean[i]), 4) if size else None,
-            "most": rows[most].tolist() if most else [],
-            "least": rows[least].tolist() if least else [],
+            "most": most,
+            "least": least,
         }
         if truth and size:
             one["class"] = int(truth.table[i].argmax())
@@ -164,13 +161,13 @@ def shown_images(
     assigned: Assignments,
     cluster: np.ndarray,
     runner_up: np.ndarray,
+    extremes: list[int],
     kept: Kept,
     truth: Comparison | None,
 ) -> tuple[dict[str, list[Any]], dict[int, int]]:
-    """Columns about the images that have a thumbnail or a place on the map, and the number that each row has there."""
-    ends = most_and_least_certain(cluster, assigned.confidence, kept.extremes) if not kept.sheets else {}
-    listed = [np.array([row for end in both for row in end], np.int64) for both in ends.values()]
-    others = np.setdiff1d(np.concatenate([kept.mapped, *listed]), kept.pictured)
+    """Columns about the images in the gallery or on the map, and the number that each row has there: first those that
+    have a thumbnail."""
+    others = np.setdiff1d(np.concatenate([kept.mapped, np.array(extremes, np.int64)]), kept.pictured)
     rows = np.concatenate([kept.pictured, others])
     columns = {
         "row": rows.tolist(),
@@ -197,7 +194,7 @@ def describe_pairs(
 ) -> list[dict[str, Any]]:
     if len(ids) <= 2:  # one cluster with everything in it is none
         return []
-    embeddings = read_embeddings(run, len(cluster))
+    embeddings = run.read_embeddings(len(cluster))
     return [
         {
             "positions": [pair.first, pair.second],
@@ -230,8 +227,13 @@ def read_skipped(path: Path) -> dict[str, Any]:
     """How many files were skipped for each reason, with a few of their names."""
     if not path.exists():
         return {"n": 0, "reasons": []}
-    with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
-        rows = [(row.get("path") or "", row.get("reason") or "unknown") for row in csv.DictReader(file)]
+    try:
+        with open(path, newline="", encoding="utf-8", errors="surrogateescape") as file:
+            rows = [(row.get("path") or "", row.get("reason") or "unknown") for row in csv.DictReader(file)]
+    except csv.Error as error:
+        raise DamagedFileError(
+            f"{path} is damaged ({in_short(error)}). Restore it, or delete it to leave it out."
+        ) from error
     counts = Counter(reason for _, reason in rows)
     reasons = [
         {"reason": printable(reason), "n": n, "names": [printable(p) for p, why in rows if why == reason][:EXAMPLES]}

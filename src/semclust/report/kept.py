@@ -23,7 +23,7 @@ from semclust.report.pictures import Sheets, make_sheets
 from semclust.report.places import places
 from semclust.run_folder import RunFolder
 from semclust.storage import load_into, read_tensors, write_tensors
-from semclust.train import Learner
+from semclust.train import Learner, in_unit_range
 
 FORMAT = 1
 FILE = "report.safetensors"
@@ -70,12 +70,11 @@ def keep(
         for task in ("under", "over")
         if f"learner.task_modules.{task}.y" in tensors
     }
-    features = {"target": read_embeddings(run, N)[mapped]}
+    features = {"target": run.read_embeddings(N)[mapped]}
     extremes, gallery = choose_gallery(clusters, confidence, C)
     kept = Kept(extremes, np.empty(0, np.int64), mapped, {}, tasks)
     if images is not None:
-        kept.pictured = np.concatenate([gallery, np.setdiff1d(mapped, gallery)])
-        kept.sheets = make_sheets(images.pixels, kept.pictured)
+        add_pictures(kept, images.pixels, gallery)
         if images.labels is not None:
             names, labels = np.unique(images.labels, return_inverse=True)
             if len(names) <= CLASSES:
@@ -89,18 +88,10 @@ def keep(
     return kept
 
 
-def read_embeddings(run: RunFolder, n_images: int) -> np.ndarray:
-    """embeddings.npy, mapped: N x d, one row for each of assignments.csv."""
-    path = run.path / "embeddings.npy"
-    try:
-        embeddings = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
-        raise DamagedFileError(f"{path} cannot be read ({error}). Restore it, or fit again.") from error
-    if embeddings.ndim != 2 or len(embeddings) != n_images:
-        raise DamagedFileError(
-            f"{path} has the shape {embeddings.shape}, but assignments.csv {n_images} rows. Restore them, or fit again."
-        )
-    return embeddings
+def add_pictures(kept: Kept, pixels: np.ndarray, gallery: np.ndarray) -> None:
+    """Thumbnails of the images on the map and of the rows in ``gallery``, in place of those that were there."""
+    kept.pictured = np.concatenate([gallery, np.setdiff1d(kept.mapped, gallery)])
+    kept.sheets = make_sheets(pixels, kept.pictured)
 
 
 def choose_gallery(clusters: np.ndarray, confidence: np.ndarray, n_clusters: int) -> tuple[int, np.ndarray]:
@@ -152,8 +143,8 @@ def features_of_tasks(
     def features(wanted: list[str]) -> dict[str, np.ndarray]:
         parts: dict[str, list[np.ndarray]] = {task: [] for task in wanted}
         for start in range(0, len(pixels), BATCH):
-            x = torch.tensor(pixels[start : start + BATCH]).to(device).permute(0, 3, 1, 2).float() / 255
-            q = encoder(x)[1]
+            x = torch.tensor(pixels[start : start + BATCH]).to(device).permute(0, 3, 1, 2)
+            q = encoder(in_unit_range(x))[1]
             for task in wanted:
                 parts[task].append(q[projection(task)].cpu().numpy())
         return {task: np.concatenate(part) for task, part in parts.items()}
