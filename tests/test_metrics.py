@@ -222,7 +222,7 @@ def test_empty_clusters_are_told_at_the_end_with_a_smaller_number():
 def test_the_number_of_clusters_that_is_proposed_is_never_below_two():
     row = row_of(10, sizes=(100, 0, 0, 0))
     giant, empty = say(row)
-    assert "One cluster" in giant and "3 of 4" in empty and "n_clusters=2" in empty
+    assert "One cluster" in giant and "3 of 4" in empty and "only one group" in empty
 
 
 def test_figures_of_epochs_without_clusters_give_no_complaint():

@@ -1,10 +1,13 @@
 """A run's folder: names that are never reused, rows that can be taken back, and CSV files for any file name."""
 
 import csv
+import errno
 import json
 import math
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -296,3 +299,35 @@ def test_the_fingerprint_sees_pixels_names_shape_and_order():
         fingerprint(pixels, ["b", "a", "c", names[3]]),
     ]
     assert len({same, *others}) == 6
+
+
+def test_a_run_is_fitted_by_one_process_at_a_time(run):
+    """The lock belongs to an open file: two in one process exclude each other as two processes do."""
+    with run.locked():
+        with pytest.raises(InputError, match=f"being fitted by another process \\({os.getpid()}\\)"), run.locked():
+            pass
+        other = "import sys; from pathlib import Path; from semclust.run_folder import RunFolder\n"
+        other += "with RunFolder(Path(sys.argv[1])).locked(): pass"
+        again = subprocess.run([sys.executable, "-c", other, run.path], capture_output=True, text=True)
+        assert again.returncode and "being fitted by another process" in again.stderr
+    with run.locked():
+        pass
+
+
+def test_a_file_system_without_locks_is_taken_as_it_is(run, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuses(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with run.locked(), run.locked():
+        pass
+
+
+def test_the_time_of_a_run_is_kept_and_not_worth_an_error(run):
+    assert run.read_seconds() == 0
+    run.write_seconds(12.34)
+    assert run.read_seconds() == 12.3
+    (run.path / "time.json").write_text('{"seconds": "long"}')
+    assert run.read_seconds() == 0

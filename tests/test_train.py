@@ -352,6 +352,28 @@ def test_a_finished_run_trains_no_further(tmp_path):
     assert len(fitted.history) == 2
 
 
+def test_the_time_of_a_run_is_that_of_all_its_parts(tmp_path, monkeypatch):
+    run = RunFolder.create(tmp_path, "run")
+    now = [0.0]
+    monkeypatch.setattr(fitting.time, "monotonic", lambda: now[0])
+
+    class Clock(fitting.Watcher):
+        def __init__(self, last: int):
+            self.last = last
+
+        def epoch(self, row):
+            now[0] += 100
+            if row["epoch"] == self.last:
+                raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fitting.fit(make_images(), tiny(epochs=4), Clock(2), run)
+    assert run.read_seconds() == 100  # until the checkpoint of the second epoch
+    fitted = fitting.fit(make_images(), tiny(epochs=4), Clock(9), run)
+    assert fitted.seconds == 300  # two more epochs
+    assert fitting.fit(make_images(), tiny(epochs=4), run=run).seconds == run.read_seconds() == 200
+
+
 def test_warnings_of_before_an_interruption_are_not_lost(tmp_path):
     images, settings = make_images(), tiny(backbone=Collapsed(), epochs=2)
     expected = fitting.fit(images, settings).warnings

@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -238,20 +239,24 @@ def run_command(command: AnyCommand, argv: list[str]) -> None:
     from rich.console import Console
 
     console = Console(soft_wrap=not sys.stdout.isatty())
-    if isinstance(command, Fit):
-        fit(command, argv, console)
-    elif isinstance(command, Predict):
-        predict(command, console)
-    elif isinstance(command, Report):
-        report(command, console)
-    elif isinstance(command, Bench):
-        bench(command, console)
-    elif isinstance(command, Evaluate):
-        evaluate(command, console)
-    elif isinstance(command, Export):
-        export(command, console)
-    else:
-        regroup(command, console)
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *place: console.print(
+            f"warning: {message}", style="yellow", markup=False
+        )
+        if isinstance(command, Fit):
+            fit(command, argv, console)
+        elif isinstance(command, Predict):
+            predict(command, console)
+        elif isinstance(command, Report):
+            report(command, console)
+        elif isinstance(command, Bench):
+            bench(command, console)
+        elif isinstance(command, Evaluate):
+            evaluate(command, console)
+        elif isinstance(command, Export):
+            export(command, console)
+        else:
+            regroup(command, console)
 
 
 def parse(argv: list[str]) -> AnyCommand:

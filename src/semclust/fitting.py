@@ -1,5 +1,6 @@
 """From images and settings to a finished model: the loop around ``train.Training``."""
 
+import contextlib
 import math
 import platform
 import time
@@ -42,7 +43,7 @@ class Fitted:
     q: np.ndarray  # N x d embeddings
     history: list[dict[str, Any]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    seconds: float = 0.0
+    seconds: float = 0.0  # of the whole run, also of before an interruption
 
     @property
     def labels(self) -> np.ndarray:
@@ -52,24 +53,32 @@ class Fitted:
 def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run: RunFolder | None = None) -> Fitted:
     """Learn features and clusters of ``images``; with ``run``, keep rows and checkpoints there and go on
     from its last checkpoint if it has one. Labels of the images only add ACC, NMI and ARI to the rows."""
-    watcher = watcher or Watcher()
+    with run.locked() if run is not None else contextlib.nullcontext():
+        return _fit(images, settings, watcher or Watcher(), run)
+
+
+def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | None) -> Fitted:
     started = time.monotonic()
     training = start(images, settings, watcher.warn)
     history: list[dict[str, Any]] = []
+    seconds_before = 0.0  # of training, before an interruption
     if run is not None:
         if not run.checkpoint.exists() and (run.model.exists() or len(run.read_metrics()) > 1):
             raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
         if run.checkpoint.exists():
             tensors, epoch = run.read_checkpoint()
             training.load_state(tensors, epoch, run.checkpoint)
+            seconds_before = run.read_seconds()
         run.drop_metrics_after(training.epoch)
         history = run.read_metrics()
         if len(history) != training.epoch:
             raise DamagedFileError(
-                f"{run.metrics} holds {len(history)} epochs and {run.checkpoint} {training.epoch}; restore the former."
+                f"{run.metrics} holds {len(history)} epochs, but {run.checkpoint} {training.epoch}. "
+                "Restore metrics.csv from a copy, or fit anew."
             )
     warnings = list(dict.fromkeys(m for row in history for m in metrics.complaints(row, settings)))
     watcher.begin(training)
+    finished_before = training.epoch == settings.epochs
     last_checkpoint, checkpoint_took = time.monotonic(), 0.0
 
     while training.epoch < settings.epochs:
@@ -87,6 +96,7 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
                 run.write_checkpoint(training.state(), training.epoch)
                 last_checkpoint = time.monotonic()
                 checkpoint_took = last_checkpoint - now
+                run.write_seconds(seconds_before + last_checkpoint - started)
         watcher.epoch(row)
         for message in metrics.complaints(row, settings):
             if message not in warnings:
@@ -96,7 +106,8 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
     predictor = Predictor.from_learner(training.learner, settings, images.pixels.shape[1:], images.value_range)
     probabilities, q = predictor(images.pixels, training.device)
     order = predictor.number_by_size(probabilities.argmax(1))
-    return Fitted(predictor, probabilities[:, order], q, history, warnings, time.monotonic() - started)
+    seconds = seconds_before + (0.0 if finished_before else time.monotonic() - started)
+    return Fitted(predictor, probabilities[:, order], q, history, warnings, seconds)
 
 
 def check_suits(images: Images, settings: Settings) -> None:

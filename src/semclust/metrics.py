@@ -102,10 +102,8 @@ def complaints(row: dict[str, Any], settings: Settings) -> list[str]:
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.epochs and empty:
         left = settings.n_clusters - empty
-        advice = (
-            f"fewer groups: try n_clusters={left}" if left > 1 else "only one group: look whether they differ at all"
-        )
-        found.append(f"{empty} of {settings.n_clusters} clusters are empty. The images may hold {advice}.")
+        groups = f"fewer groups: try n_clusters={left}" if left > 1 else "only one group: look whether they differ"
+        found.append(f"{empty} of {settings.n_clusters} clusters are empty. The images may hold {groups}.")
     return found
 
 

@@ -9,15 +9,17 @@ probabilities.npy  of the clusters of the fit, in the same order: what the assig
 embeddings.npy     one row an image, in the order of assignments.csv
 skipped.csv        files that could not be read, with the reason
 summary.json       final figures, time, versions
+time.json          seconds that the run took until its checkpoint
 report.html        a page to look at; report.safetensors holds its thumbnails and map
 """
 
 import contextlib
 import csv
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from torch import Tensor
@@ -134,6 +136,30 @@ class RunFolder:
             raise DamagedFileError(f"{self.checkpoint} is not a checkpoint of this version of semclust. Fit again.")
         return tensors, epoch
 
+    def write_seconds(self, seconds: float) -> None:
+        """How long the run took until its checkpoint. In a file of its own: all others are the same to the byte
+        whether a run was interrupted or not."""
+        write_json(self.path / "time.json", {"seconds": round(seconds, 1)})
+
+    def read_seconds(self) -> float:
+        try:
+            return float(read_json(self.path / "time.json")["seconds"])
+        except (DamagedFileError, KeyError, TypeError, ValueError):
+            return 0.0  # a time is not worth an error
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep others from fitting in this folder. The lock ends with the process, however that ends."""
+        with open(self.path / ".lock", "a+", encoding="ascii") as file:
+            if not take_lock(file):
+                file.seek(0)
+                holder = file.read(20).strip() or "unknown"
+                raise InputError(f"{self.path} is being fitted by another process ({holder}). Wait for it, or stop it.")
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
     # ---- results ---------------------------------------------------------------------------------
 
     def write_skipped(self, skipped: Sequence[tuple[str, str]]) -> None:
@@ -240,3 +266,18 @@ def fingerprint(pixels: np.ndarray, names: Sequence[str]) -> str:
     for rows in chunks(len(pixels), pixels[:1].size):  # a mapped file may be larger than the memory
         digest.update(np.ascontiguousarray(pixels[rows]).data)
     return digest.hexdigest()
+
+
+def take_lock(file: IO[str]) -> bool:
+    """Whether this process now holds the file, or the file system cannot tell."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # a network file system without locks
+        pass
+    return True
