@@ -133,6 +133,8 @@ def test_a_fit_writes_a_run_folder(finished, photos):
             "probabilities.npy",
             "skipped.csv",
             "summary.json",
+            "time.json",
+            ".lock",
         ]
     )
     assert sorted(path.name for path in (finished / "model").iterdir()) == ["config.json", "model.safetensors"]
@@ -842,7 +844,7 @@ def test_where_a_table_cannot_be_written_nothing_changes(run, monkeypatch, capsy
             patch.setattr(place, fail)
             assert "No space left on device" in refused(capsys, "merge", run, 0, 1)
         assert contents(run) == before and not (run / "model/groups.json").exists()
-        assert not list(run.rglob(".*"))
+        assert [path.name for path in run.rglob(".*")] == [".lock"]
 
 
 def test_an_outdated_report_is_told(run, capsys):

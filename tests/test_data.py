@@ -177,7 +177,7 @@ def test_the_images_of_an_npz_without_an_array_in_them(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("no/such/folder", ["'no/such/folder'", "no such file or folder", "a folder of images", "digits"]),
+        ("no/such/folder", ["'no/such/folder'", "no such file or folder", "Check the path"]),
         ("", ["no such file"]),
         ("x" * 5000, ["no such file"]),
         ("nul\0byte", ["no such file"]),
