@@ -79,7 +79,7 @@ def test_views_of_the_plain_script_are_random_and_keep_their_shape():
 
 
 def test_seconds_are_those_of_the_work():
-    assert 0.05 <= speed.seconds_of(lambda: time.sleep(0.05), CPU) < 0.5
+    assert 0.05 <= speed.seconds_of(lambda: time.sleep(0.05), CPU) < 5
 
 
 @pytest.mark.parametrize("changes", [dict(tasks=("instance",)), dict(epochs=1)], ids=str)
