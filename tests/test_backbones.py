@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from semclust.backbones import BLOCKS, BasicBlock, SmallImageResNet, Sobel
+from semclust.backbones import BLOCKS, BasicBlock, FoldedResNet, SmallImageResNet, Sobel, convolve_pixels, fold
 
 
 def n_parameters_by_hand(name, in_channels, w):
@@ -152,3 +152,54 @@ def weights_across():
 
 def test_sobel_is_not_trained():
     assert list(Sobel().parameters()) == []
+
+
+# What only a GPU uses, as far as a CPU can tell.
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 8, 9])
+def test_channels_filled_up_with_zeros_change_nothing(channels):
+    x, weight, bias = torch.randn(2, channels, 7, 5), torch.randn(6, channels, 3, 3), torch.randn(6)
+    assert_close(convolve_pixels(x, weight, bias), F.conv2d(x, weight, bias, padding=1), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_a_folded_convolution_does_what_convolution_and_norm_do(stride):
+    torch.manual_seed(0)
+    convolution, norm = nn.Conv2d(4, 6, 3, stride, padding=1, bias=False), nn.BatchNorm2d(6)
+    nn.init.uniform_(norm.weight, 0.5, 1.5)
+    nn.init.normal_(norm.bias)
+    for _ in range(5):
+        norm(convolution(2 + 3 * torch.randn(16, 4, 8, 8)))
+    norm.eval()
+    weight, bias = fold(convolution, norm)
+    x = torch.randn(3, 4, 8, 8)
+    expected = norm(convolution(x)).detach()
+    folded = F.conv2d(x, weight.float(), bias.float(), stride=stride, padding=1).detach()
+    assert (folded - expected).norm() < 0.01 * expected.norm()  # bfloat16 has 8 bits
+
+
+def test_a_folded_network_takes_its_parts_in_order(monkeypatch):
+    """With the fused convolutions of cuDNN written out."""
+    torch.manual_seed(0)
+
+    def plain(x, weight, bias, stride, padding, dilation, groups):
+        return F.conv2d(x, weight, bias, stride, padding, dilation, groups).relu()
+
+    def added(x, weight, beside, alpha, bias, stride, padding, dilation, groups):
+        return (F.conv2d(x, weight, bias, stride, padding, dilation, groups) + alpha * beside).relu()
+
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", plain)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", added)
+    for max_pool in (False, True):
+        network = SmallImageResNet("resnet18", 3, 8, max_pool)
+        for norm in network.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                nn.init.uniform_(norm.weight, 0.5, 1.5)
+                nn.init.normal_(norm.bias, 0, 0.1)
+        x = torch.randn(8, 3, 16, 16)
+        with torch.no_grad():
+            for _ in range(5):
+                network(x)
+            expected, folded = network.eval()(x), FoldedResNet(network)(x)
+        assert (folded - expected).norm() < 0.03 * expected.norm()
