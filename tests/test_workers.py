@@ -101,7 +101,7 @@ def test_a_decoder_that_crashes_loses_only_its_file(photos: Path, in_processes, 
     """A worker that is asked for the file 07 kills itself, as a fault in a decoder would."""
     crash = (
         "import sys; sys.path[:] = sys.argv[1:]; import os, semclust.decoding as d; real = d.open_image\n"
-        "d.open_image = lambda place: os.abort() if '07' in place else real(place)\n"
+        "d.open_image = lambda place: os.abort() if place.endswith('07.png') else real(place)\n"
         "from semclust.workers import serve; serve()"
     )
     monkeypatch.setattr(workers, "START", crash)
