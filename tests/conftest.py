@@ -10,7 +10,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from semclust.config import Settings
-from semclust.data import Images
+from semclust.data import Images, open_images
+from semclust.errors import InputError
 
 torch.set_num_threads(1)
 
@@ -79,3 +80,11 @@ def save_images(folder: Path, pixels: np.ndarray) -> Path:
     for i, image in enumerate(pixels):
         Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(folder / f"{i:02}.png")
     return folder
+
+
+def refused(source: object, *words: str, **options) -> None:
+    """Opening ``source`` is an error in which these words stand."""
+    with pytest.raises(InputError) as caught:
+        open_images(source, **options)
+    for word in words:
+        assert word in str(caught.value)

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import refused
 from published import cifar10, cifar100, class_folder, pack, python2_pickle, random_rows, stl10
 from semclust import benchmarks, cache
 from semclust.benchmarks import BENCHMARKS, IMAGENET_10, IMAGENET_DOGS
@@ -19,13 +20,6 @@ LAYOUTS = [
     ("cifar100", "python", "cifar-100-python", "cifar-100-python.tar.gz"),
     ("cifar100", "binary", "cifar-100-binary", "cifar-100-binary.tar.gz"),
 ]
-
-
-def refused(source: str, *words: str) -> None:
-    with pytest.raises(InputError) as caught:
-        open_images(source)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(("name", "kind", "folder", "archive"), LAYOUTS)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image, PngImagePlugin
 
-from conftest import save_images
+from conftest import refused, save_images
 from semclust import arrays, decoding, workers
 from semclust.data import open_images, stream_images
 from semclust.decoding import SUFFIXES, decode, read_header
@@ -41,13 +41,6 @@ def photos(tmp_path: Path) -> Path:
     for i in range(3):
         save(tmp_path / "photos" / f"{i}.png", noise(20, 30, 3, seed=i))
     return tmp_path / "photos"
-
-
-def refused(source, *words: str, **options) -> None:
-    with pytest.raises(InputError) as caught:
-        open_images(source, **options)
-    for word in words:
-        assert word in str(caught.value)
 
 
 # ---- which source ------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from conftest import noisy_groups, tiny
+from conftest import noisy_groups, refused, tiny
 from semclust import SemanticClusterer
 from semclust.config import values
 from semclust.data import open_images, stream_images
@@ -39,13 +39,6 @@ class Flowers:
             return item() if callable(item) else item
         finally:
             self.busy.release()
-
-
-def refused(source, *words: str) -> None:
-    with pytest.raises(InputError) as caught:
-        open_images(source)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -388,12 +388,18 @@ def test_equal_models_are_saved_as_equal_bytes(fitted, saved, tmp_path):
         assert (tmp_path / name).read_bytes() == (saved / name).read_bytes()
 
 
-def test_a_run_folder_is_loaded_as_its_model(tmp_path):
+def finished_run(folder):
+    """Images, their run folder with its model, and what the fit gave."""
     images, settings = make_images(), tiny(backbone="resnet18", width=2)
-    run = RunFolder.create(tmp_path, "run")
+    run = RunFolder.create(folder, "run")
     run.write_config({})
     done = fitting.fit(images, settings, run=run)
     done.predictor.save(run.model)
+    return images, run, done
+
+
+def test_a_run_folder_is_loaded_as_its_model(tmp_path):
+    images, run, done = finished_run(tmp_path)
     loaded = SemanticClusterer.load(run.path)
     np.testing.assert_array_equal(loaded.predict(images.pixels), done.labels)
 
@@ -560,11 +566,7 @@ def test_steps_that_cannot_be_taken_change_nothing(fitted):
 
 
 def test_a_run_folder_brings_its_results(tmp_path):
-    images, settings = make_images(), tiny(backbone="resnet18", width=2)
-    run = RunFolder.create(tmp_path, "run")
-    run.write_config({})
-    done = fitting.fit(images, settings, run=run)
-    done.predictor.save(run.model)
+    images, run, done = finished_run(tmp_path)
     run.write_results(images.names, done.p, done.q, {})
     loaded = SemanticClusterer.load(run.path)
     assert loaded.names_ == images.names

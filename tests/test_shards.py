@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conftest import refused
 from published import encoded, shard
 from semclust import cache, shards
 from semclust.data import open_images, stream_images
-from semclust.errors import InputError
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -32,13 +32,6 @@ def set_of_three(tmp_path: Path) -> Path:
             members[f"{i:04}.json"] = b"{}"
         shard(tmp_path / f"shards-{number:03}.tar", members)
     return tmp_path
-
-
-def refused(source, *words: str) -> None:
-    with pytest.raises(InputError) as caught:
-        open_images(source)
-    for word in words:
-        assert word in str(caught.value)
 
 
 @pytest.mark.parametrize(

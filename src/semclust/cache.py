@@ -103,16 +103,14 @@ def find_json(stamp: str) -> dict[str, Any] | None:
 def keep_json(stamp: str, value: dict[str, Any]) -> None:
     """Keep what is slow to find again; where that is not possible, it is found again."""
     with contextlib.suppress(OSError):
-        where, text = folder(), json.dumps(value).encode()
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        _make_room(where, len(text), to_keep=True)
-        handle, part = tempfile.mkstemp(PART, BEFORE_PART, where)
+        text = json.dumps(value).encode()
+        handle, part = _new_part(len(text), to_keep=True)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(text)
-            os.replace(part, where / f"{stamp}{JSON}")
+            os.replace(part, part.with_name(f"{stamp}{JSON}"))
         except OSError:
-            os.unlink(part)
+            part.unlink()
 
 
 def _read_index(path: Path) -> dict[str, Any]:
@@ -170,15 +168,12 @@ class Store:
             self.memory = np.empty((n, *shape), np.uint8)
             return
         try:
-            where = folder()
-            where.mkdir(parents=True, exist_ok=True, mode=0o700)
-            _make_room(where, n_bytes, to_keep=stamp is not None)
-            handle, part = tempfile.mkstemp(PART, BEFORE_PART, where)
-            self.file, self.at = os.fdopen(handle, "wb", buffering=0), Path(part)
+            handle, self.at = _new_part(n_bytes, to_keep=stamp is not None)
+            self.file = os.fdopen(handle, "wb", buffering=0)
             self.piece = np.empty(PIECE, np.uint8)
             if stamp is not None:
                 H, W, c = shape
-                self.path = where / f"{stamp}-{H}x{W}x{c}{SUFFIX}"
+                self.path = self.at.with_name(f"{stamp}-{H}x{W}x{c}{SUFFIX}")
         except OSError as error:
             self._go_on_in_memory(error)
 
@@ -277,6 +272,15 @@ def _folder_in_words() -> str:
         return repr(str(folder()))
     except OSError:
         return "which has no folder"
+
+
+def _new_part(n_bytes: int, to_keep: bool) -> tuple[int, Path]:
+    """A new file in the cache's folder, open to be written, after room was made for it."""
+    where = folder()
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _make_room(where, n_bytes, to_keep)
+    handle, part = tempfile.mkstemp(PART, BEFORE_PART, where)
+    return handle, Path(part)
 
 
 def _make_room(where: Path, n_bytes: int, to_keep: bool) -> None:

@@ -184,7 +184,8 @@ class Bench:
     epochs_timed: int = 4
     """After one to warm up."""
     baseline: bool = True
-    """Run the plain script too: Pillow views in DataLoader workers, float32, eager."""
+    """Run the plain script too (Pillow views in DataLoader workers, float32, eager) and, on a GPU, the same steps with
+    the images streamed."""
     preset: Literal["default", "paper"] = "default"
     """The settings to start from; other flags change single ones."""
     out: Annotated[Path | None, arg(metavar="JSON")] = None
@@ -380,7 +381,7 @@ def predict(command: Predict, console: "Console") -> None:
     from semclust.assigning import FEW, assign
     from semclust.assignments import is_parquet, need_parquet
     from semclust.devices import choose_device
-    from semclust.display import printable
+    from semclust.display import plural, printable
     from semclust.predictor import Predictor
     from semclust.run_folder import model_folder
     from semclust.sorting import check_folder
@@ -422,10 +423,10 @@ def predict(command: Predict, console: "Console") -> None:
         for name, reason in folder.failed[:FEW]:
             say(f"not in {folder.path}: {name}: {reason}", "yellow")
         sorted_images = done.n_images - len(folder.failed)
-        say(f"{sorted_images:,} {'image' if sorted_images == 1 else 'images'} sorted into {folder.path}")
+        say(f"{plural(sorted_images, 'image')} sorted into {folder.path}")
     if done.embeddings:
         say(f"embeddings: {done.embeddings}")
-    say(f"{done.n_images:,} {'image' if done.n_images == 1 else 'images'} assigned; written to {done.table}")
+    say(f"{plural(done.n_images, 'image')} assigned; written to {done.table}")
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ else:  # what the command line can say
     Backbone = Literal["auto", "resnet10", "resnet18", "resnet34"]
     Augment = Literal["auto", "natural", "strokes", "none"]
 
+OWN_CODE = "python:"  # before the name under which the user's own module or callable is stored
 Task = Literal["cluster", "under", "over", "instance"]
 
 
@@ -159,9 +160,14 @@ def to_json(settings: Settings) -> dict[str, Any]:
             return value.item()  # type: ignore[attr-defined]
         if isinstance(value, tuple | list):
             return list(value)
-        return f"python:{getattr(value, '__qualname__', type(value).__qualname__)}"
+        return f"{OWN_CODE}{getattr(value, '__qualname__', type(value).__qualname__)}"
 
     return {name: plain(value) for name, value in values(settings).items()}
+
+
+def is_own_code(value: Any) -> bool:
+    """Whether a stored value is only the name of a module or callable of the user's."""
+    return isinstance(value, str) and value.startswith(OWN_CODE)
 
 
 def from_json(values: dict[str, Any]) -> dict[str, Any]:

@@ -86,17 +86,17 @@ def open_images(
     """
     _check_options(size, channels, value_range)
     source = find_source(data, value_range)
-    names, labels = list(source.names), source.labels
+    labels = source.labels
     if kept := source.stamp and cache.find(source.stamp, size, channels):
         pixels, skipped = kept.pixels, kept.skipped
     else:
         shape = source.shape(size, channels)
-        if source.ready is not None and source.ready.shape[1:] == shape:
-            pixels, skipped = source.ready, []
+        if (ready := source.as_they_are(shape)) is not None:
+            pixels, skipped = ready, []
         else:
             pixels, skipped, own_labels = _read(source, shape, size is None, channels is None, on_image)
             labels = labels if own_labels is None else own_labels
-    return _images(source, pixels, names, labels, skipped)
+    return _images(source, pixels, list(source.names), labels, skipped, source.unlisted)
 
 
 def stream_images(
@@ -255,17 +255,13 @@ def _stream(source: Source, size: Size, channels: int, on_image: OnImage, chunk:
     n, shape = len(source.names), source.shape(size, channels)
     unlisted, all_skipped = source.unlisted, []
     for start, block in _pieces(source, shape, chunk):
-        stop = start + len(block)
-        skipped = [(source.names[start + i], why) for i, why in block.skipped]
-        bad = {i for i, _ in block.skipped}
-        kept = [i for i in range(start, stop) if i - start not in bad]
-        labels = None if source.labels is None else source.labels[kept]
+        these = slice(start, start + len(block))
+        labels = None if source.labels is None else source.labels[these]
         if block.labels is not None:
             labels = as_labels(block.labels)
-        part = Images(block.rows, [source.names[i] for i in kept], source.title, labels, unlisted + skipped)
-        part.value_range, part.folder = source.value_range, source.folder
+        part = _images(source, block.rows, list(source.names[these]), labels, block.skipped, unlisted)
+        all_skipped += part.skipped[len(unlisted) :]
         unlisted = []
-        all_skipped += skipped
         _tell(on_image, len(block), n)
         yield part
     complain_if_most_are(all_skipped, n)
@@ -273,7 +269,7 @@ def _stream(source: Source, size: Size, channels: int, on_image: OnImage, chunk:
 
 def _pieces(source: Source, shape: tuple[int, int, int], chunk: int) -> Iterator[tuple[int, Block]]:
     """Blocks of about ``chunk`` images, each with the number of its first."""
-    ready = source.ready if source.ready is not None and source.ready.shape[1:] == shape else None
+    ready = source.as_they_are(shape)
     known: dict[int, str] = {}
     if kept := source.stamp and cache.find(source.stamp, shape[:2], shape[2]):
         ready, known = kept.pixels, dict(kept.skipped)
@@ -312,8 +308,10 @@ def _images(
     names: list[str],
     labels: np.ndarray | None,
     skipped: Sequence[tuple[int, str]],
+    unlisted: list[tuple[str, str]],
 ) -> Images:
-    left_out = source.unlisted + [(names[row], why) for row, why in skipped]
+    """``names``: of all images, also of those that were skipped; ``labels``: likewise, or of the pixels alone."""
+    left_out = unlisted + [(names[row], why) for row, why in skipped]
     if skipped:
         bad = {row for row, _ in skipped}
         kept = [row for row in range(len(names)) if row not in bad]

@@ -113,11 +113,9 @@ def open_image(place: str | tuple[str, int, int] | bytes) -> Image.Image:
         with open(path, "rb") as file:
             file.seek(offset)
             content = file.read(length)
-        if length == 0:
-            raise ValueError("empty file")
         if len(content) < length:
             raise ValueError("the archive ends inside it")
-        image = Image.open(io.BytesIO(content), formats=FORMATS)
+        return open_image(content)
     if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
         image.close()
         raise Image.DecompressionBombError  # Pillow itself only warns up to twice the limit

@@ -86,7 +86,7 @@ class RecordedStep:
             self._record(inputs)
         if self.graph is None:
             self.plain_steps += 1
-            return self._on_side_stream(inputs)
+            return self._on_side_stream(inputs) if self.engine.records else self.step(*inputs)
         for buffer, value in zip(self.inputs, inputs, strict=True):
             buffer.copy_(value)
         self.graph.replay()

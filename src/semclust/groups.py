@@ -159,13 +159,13 @@ class Groups:
         self.of[np.isin(self.of, ids)] = ids[0]
 
     def _name(self, cluster: Cluster, name: str) -> None:
-        found = self.find(cluster)
-        other = next((i for i, given in self.names.items() if given == check_name(name) and i != found), None)
+        found, name = self.find(cluster), check_name(name)
+        other = next((i for i, given in self.names.items() if given == name and i != found), None)
         if other is not None:
             raise InputError(
                 f"Cluster {other} has the name {name!r} already; choose another, or merge {other} and {found}."
             )
-        self.names[found] = check_name(name)
+        self.names[found] = name
 
     # ---- the file --------------------------------------------------------------------------------
 

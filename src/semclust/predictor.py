@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from semclust import __version__
 from semclust.backbones import build_backbone
-from semclust.config import Settings, check, from_json, to_json
+from semclust.config import OWN_CODE, Settings, check, from_json, is_own_code, to_json
 from semclust.data import Images, stream_images
 from semclust.errors import DamagedFileError, InputError
 from semclust.groups import Groups
@@ -145,10 +145,9 @@ class Predictor:
             raise DamagedFileError(
                 f"{folder / 'config.json'} is damaged ({error!r}). Fit again, or restore it."
             ) from error
-        stored = str(settings.backbone)
-        if stored.startswith("python:") and backbone is None:
+        if is_own_code(settings.backbone) and backbone is None:
             raise InputError(
-                f"{folder} was fitted on your own backbone {stored.removeprefix('python:')}; "
+                f"{folder} was fitted on your own backbone {str(settings.backbone).removeprefix(OWN_CODE)}; "
                 "pass it: SemanticClusterer.load(path, backbone=YourModule())."
             )
         if backbone is not None:

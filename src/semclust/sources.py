@@ -47,6 +47,10 @@ class Source:
     ready: np.ndarray | None = None  # bytes that are used as they are where their shape is the wanted one
     value_range: Range = BYTE_RANGE
 
+    def as_they_are(self, shape: Shape) -> np.ndarray | None:
+        """``ready``, where it has the wanted shape."""
+        return self.ready if self.ready is not None and self.ready.shape[1:] == shape else None
+
 
 def choose_size(shapes: Sequence[Size], asked: AskedSize) -> Size:
     """The H and W to which images of these shapes are brought.

@@ -268,7 +268,7 @@ class PillowViews(Dataset):
     def _view(self, i: int) -> Tensor:
         pixels = self.pixels[i]
         image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0])
-        u = torch.rand(13).tolist()
+        u = torch.rand(11).tolist()
         W, H = image.size
         area, aspect = 0.2 + 0.8 * u[0], math.exp((u[1] - 0.5) * math.log(16 / 9))
         w, h = min(W, W * math.sqrt(area * aspect)), min(H, H * math.sqrt(area / aspect))

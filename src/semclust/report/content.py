@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from semclust.assignments import Assignments
-from semclust.config import Settings, from_json
+from semclust.config import Settings, from_json, is_own_code
 from semclust.display import printable
 from semclust.errors import DamagedFileError, in_short
 from semclust.groups import Groups
@@ -108,7 +108,9 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "source": printable(str(config.get("data"))),
         "labels": printable(str(config["labels"])) if config.get("labels") else None,
         "command": printable(fit_command(config)),
-        "own_code": [f"your own {name}" for name in ("backbone", "augment") if is_python(config["settings"].get(name))],
+        "own_code": [
+            f"your own {name}" for name in ("backbone", "augment") if is_own_code(config["settings"].get(name))
+        ],
         "report_command": command("report", run.path),
         "time": in_words(summary["seconds"]),
         "sheets": [base64.b64encode(sheet).decode() for sheet in kept.sheets.files] if kept.sheets else [],
@@ -210,10 +212,6 @@ def describe_pairs(
 def command(verb: str, *words: Any) -> str:
     """A line to type into a shell."""
     return " ".join(["semclust", verb, *(shlex.quote(printable(str(word))) for word in words)])
-
-
-def is_python(value: Any) -> bool:
-    return isinstance(value, str) and value.startswith("python:")  # what to_json stores of a module or callable
 
 
 def in_words(seconds: float) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from semclust.config import Settings
+from semclust.config import Settings, is_own_code
 from semclust.data import Images
 from semclust.devices import choose_device, own_random_numbers
 from semclust.errors import DamagedFileError, InputError
@@ -79,8 +79,7 @@ def keep(
             names, labels = np.unique(images.labels, return_inverse=True)
             if len(names) <= CLASSES:
                 kept.labels, kept.classes = labels, [str(name)[:LABEL_LENGTH] for name in names]
-        own = str(settings.backbone).startswith("python:")  # the name of a module that is not here
-        if tensors and not own:
+        if tensors and not is_own_code(settings.backbone):  # that module is not here
             features |= features_of_tasks(images.pixels[mapped], settings, tensors, tasks, run.checkpoint)
     with ThreadPoolExecutor() as pool:
         kept.maps = dict(zip(features, pool.map(lambda x: places(x, seed), features.values()), strict=True))
