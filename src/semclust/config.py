@@ -134,7 +134,7 @@ class Settings:
     """Where the images lie: in the memory of the device, or streamed to it from the host's memory or disk.
     auto: on the device, where they take at most half of its free memory."""
     compile: bool = True
-    """Compile and record the steps on a GPU, where the run is long enough to pay for that."""
+    """Record the steps on a GPU, and compile them where the run is long enough to pay for that."""
 
 
 def preset(name: str) -> dict[str, Any]:
