@@ -24,7 +24,9 @@ import semclust
 from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from semclust import Settings, fitting, preset
 from semclust.assignments import read_assignments
-from semclust.cli import FitSettings, assigning, main, parse
+from semclust.cli import main, parse
+from semclust.cli.common import FitSettings
+from semclust.cli.predict import assigning
 from semclust.display import Display, clock, figures, printable, show_clusters
 from semclust.run_folder import RunFolder
 

@@ -7,7 +7,8 @@ import pytest
 
 from conftest import noisy_groups
 from published import cifar10, encoded, shard
-from semclust.cli import absolute, main
+from semclust.cli import main
+from semclust.cli.common import absolute
 
 FAST = ["-k", "2", "--epochs", "1", "--width", "2", "--batch-size", "8", "--device", "cpu"]
 

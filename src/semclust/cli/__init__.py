@@ -1,0 +1,115 @@
+"""The commands. Only light modules are imported at the top, so that --help answers at once.
+
+semclust fit photos/ -k 20
+semclust fit --resume runs/photos
+semclust predict runs/photos new/
+semclust evaluate runs/photos --labels labels.csv
+semclust merge runs/photos 3 7
+semclust rename runs/photos 2 ships
+semclust reduce runs/photos --to 8
+semclust undo runs/photos
+semclust export runs/photos --format onnx
+semclust report runs/photos
+semclust bench speed
+"""
+
+import dataclasses
+import itertools
+import os
+import sys
+import warnings
+from typing import Annotated, Any
+
+import tyro
+
+from semclust import __version__
+from semclust.cli import bench, evaluate, fit, output, predict, regroup
+from semclust.cli.bench import Bench
+from semclust.cli.common import INTERRUPTED, FitSettings, end
+from semclust.cli.evaluate import Evaluate
+from semclust.cli.fit import Fit
+from semclust.cli.output import Export, Report
+from semclust.cli.predict import Predict
+from semclust.cli.regroup import Merge, Reduce, Rename, Undo
+from semclust.config import Settings, preset
+from semclust.errors import SemclustError
+
+Command = (
+    Annotated[Fit, tyro.conf.subcommand("fit")]
+    | Annotated[Predict, tyro.conf.subcommand("predict")]
+    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+    | Annotated[Merge, tyro.conf.subcommand("merge")]
+    | Annotated[Rename, tyro.conf.subcommand("rename")]
+    | Annotated[Reduce, tyro.conf.subcommand("reduce")]
+    | Annotated[Undo, tyro.conf.subcommand("undo")]
+    | Annotated[Export, tyro.conf.subcommand("export")]
+    | Annotated[Report, tyro.conf.subcommand("report")]
+    | Annotated[Bench, tyro.conf.subcommand("bench")]
+)
+AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export | Report | Bench
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage) or 130 (interrupted)."""
+    argv = sys.argv[1:] if argv is None else argv
+    if argv == ["--version"]:
+        print(f"semclust {__version__}")
+        return
+    try:
+        run_command(parse(argv), argv)
+    except SemclustError as error:
+        end(f"semclust: {error}")
+    except KeyboardInterrupt:
+        end("\nInterrupted.", INTERRUPTED)
+    except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
+    except OSError as error:
+        end(f"semclust: {error}. Check the path, its permissions and the space on the disk.")
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        end("semclust: the GPU is out of memory. Try a smaller --batch-size or --image-size.")
+
+
+def run_command(command: AnyCommand, argv: list[str]) -> None:
+    from rich.console import Console
+
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *place: console.print(
+            f"warning: {message}", style="yellow", markup=False
+        )
+        if isinstance(command, Fit):
+            fit.run(command, argv, console)
+        elif isinstance(command, Predict):
+            predict.run(command, console)
+        elif isinstance(command, Report):
+            output.report(command, console)
+        elif isinstance(command, Bench):
+            bench.run(command, console)
+        elif isinstance(command, Evaluate):
+            evaluate.run(command, console)
+        elif isinstance(command, Export):
+            output.export(command, console)
+        else:
+            regroup.run(command, console)
+
+
+def parse(argv: list[str]) -> AnyCommand:
+    """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
+    default: Any = tyro.MISSING
+    if argv[:1] in (["fit"], ["bench"]):
+        words = [part for word in argv for part in word.split("=", 1)]
+        needs_k = argv[0] == "fit" and "--resume" not in words
+        settings = FitSettings() if needs_k else FitSettings(n_clusters=Settings.n_clusters)
+        if ("--preset", "paper") in itertools.pairwise(words):
+            settings = dataclasses.replace(settings, **preset("paper"))
+        default = Fit(settings=settings) if argv[0] == "fit" else Bench(what=tyro.MISSING, settings=settings)
+    return tyro.cli(
+        Command,
+        args=argv,
+        default=default,
+        prog="semclust",
+        description="Group unlabelled images by meaning.",
+    )

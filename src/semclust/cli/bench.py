@@ -1,0 +1,70 @@
+"""``semclust bench``: measure on this machine."""
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+from tyro.conf import OmitArgPrefixes, arg
+
+from semclust.cli.common import FitSettings
+from semclust.config import Settings, check, values
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclass
+class Bench:
+    """Measure on this machine: how fast training runs, beside a plain training script in the same run."""
+
+    what: Annotated[Literal["speed"], arg(metavar="speed"), tyro.conf.Positional]
+    """speed: images a second, seconds an epoch and a label refresh, use of the device, memory, time to first step."""
+    images: int = 60_000
+    """How many, of random bytes."""
+    size: int = 32
+    """Their side in pixels."""
+    channels: Literal[1, 3] = 3
+    """Grey or colour."""
+    epochs_timed: int = 4
+    """After one to warm up."""
+    baseline: bool = True
+    """Run the plain script too (Pillow views in DataLoader workers, float32, eager) and, on a GPU, the same steps with
+    the images streamed."""
+    preset: Literal["default", "paper"] = "default"
+    """The settings to start from; other flags change single ones."""
+    out: Annotated[Path | None, arg(metavar="JSON")] = None
+    """File for the figures; one that exists is never overwritten. By default bench-speed.json, here, or -2, ..."""
+    settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
+
+
+def run(command: Bench, console: "Console") -> None:
+    started = time.perf_counter()  # before torch is imported: that is part of the time to the first step
+    from semclust.speed import in_words, measure_speed
+    from semclust.storage import check_new_file, free_path, write_json
+
+    settings = Settings(**values(command.settings))
+    check(settings)
+    if command.out:
+        check_new_file(command.out)
+
+    def tell(message: str) -> None:
+        console.print(message, markup=False, highlight=False)
+
+    figures = measure_speed(
+        settings,
+        command.images,
+        command.size,
+        command.channels,
+        command.epochs_timed,
+        command.baseline,
+        started,
+        tell,
+    )
+    for line in in_words(figures):
+        tell(line)
+    out = command.out or free_path(Path("bench-speed.json"))
+    write_json(out, figures)
+    tell(f"written to {out}")

@@ -1,0 +1,67 @@
+"""What several commands share: settings as flags, the way to end, paths, and the bar while images are read."""
+
+import contextlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import tyro
+from tyro.conf import arg
+
+from semclust.config import Settings
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+INTERRUPTED = 130
+
+
+@dataclass(kw_only=True)
+class FitSettings(Settings):
+    """Every setting of the method; one that is not given comes from the preset."""
+
+    n_clusters: Annotated[int, arg(aliases=["-k"])] = tyro.MISSING
+    """Number of clusters C."""
+
+
+def end(message: str, status: int = 1) -> NoReturn:
+    print(message, file=sys.stderr)
+    raise SystemExit(status) from None
+
+
+def own_name() -> str:
+    """How the user calls this command: by its path where it is not on the PATH, as in .venv/bin/semclust."""
+    called = sys.argv[0]
+    return called if Path(called).name == "semclust" and not shutil.which("semclust") else "semclust"
+
+
+def absolute(source: str) -> str:
+    """A path that still holds when a run is resumed from another folder; other words stay as they are."""
+    from semclust.data import is_named
+
+    if source in ("digits", "folders"):
+        return source
+    if Path(source).exists():
+        return str(Path(source).resolve())
+    if is_named(source):
+        name, path = source.split(":", 1)
+        return f"{name}:{Path(path).expanduser().resolve()}"
+    return os.path.abspath(source) if any(sign in source for sign in "*?[{") else source  # a pattern
+
+
+@contextlib.contextmanager
+def reading(console: "Console") -> Iterator[Callable[[int], None]]:
+    """A progress bar for reading images; it appears with the first of them."""
+    from rich.progress import Progress
+
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("reading images", total=None, visible=False)
+
+        def on_image(total: int) -> None:
+            progress.update(bar, advance=1, total=total, visible=True)
+
+        yield on_image
