@@ -124,7 +124,7 @@ def check_suits(images: Images, settings: Settings) -> None:
 def start(images: Images, settings: Settings, on_notice: Callable[[str], None] = lambda message: None) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings)
-    augmentation = choose_augmentation(settings.augment, images.pixels.shape[3])
+    augmentation = choose_augmentation(settings.augment, images.pixels.shape[3], settings.crop_size)
     return Training(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
 
 
