@@ -10,6 +10,7 @@ embeddings.npy     one row an image, in the order of assignments.csv
 skipped.csv        files that could not be read, with the reason
 summary.json       final figures, time, versions
 time.json          seconds that the run took until its checkpoint
+schedule.json      where time is the budget: what was decided by it
 report.html        a page to look at; report.safetensors holds its thumbnails and map
 """
 
@@ -44,6 +45,7 @@ class RunFolder:
         self.checkpoint = path / "last.ckpt"
         self.model = path / "model"
         self.assignments = path / "assignments.csv"
+        self.schedule = path / "schedule.json"
         self.parquet = path / "assignments.parquet"
         self.probabilities = path / "probabilities.npy"
         self.embeddings = path / "embeddings.npy"
@@ -86,6 +88,8 @@ class RunFolder:
                 f"{self.path / 'config.json'} has format {config.get('format')!r} (semclust "
                 f"{config.get('semclust', 'unknown')}); this version reads {FORMAT}. Resume it with that version."
             )
+        if (stored := self.read_schedule()) and "settings" in config:  # the epochs follow from the budget of time
+            config["settings"]["epochs"] = stored[0].get("epochs", config["settings"].get("epochs"))
         return config
 
     # ---- while training --------------------------------------------------------------------------
@@ -146,6 +150,14 @@ class RunFolder:
             return float(read_json(self.path / "time.json")["seconds"])
         except (DamagedFileError, KeyError, TypeError, ValueError):
             return 0.0  # a time is not worth an error
+
+    def write_schedule(self, schedule: dict[str, Any]) -> None:
+        """What ``budget.Schedule`` decided, before the epoch that it is about."""
+        write_json(self.schedule, schedule)
+
+    def read_schedule(self) -> tuple[dict[str, Any], Path] | None:
+        """The same and the file it lies in; None where nothing was decided."""
+        return (read_json(self.schedule), self.schedule) if self.schedule.exists() else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -18,21 +18,21 @@ import itertools
 import os
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 
 from semclust import __version__
 from semclust.cli import bench, evaluate, fit, output, predict, regroup
 from semclust.cli.bench import Bench
-from semclust.cli.common import INTERRUPTED, FitSettings, end
+from semclust.cli.common import INTERRUPTED, FitSettings, Preset, end
 from semclust.cli.evaluate import Evaluate
 from semclust.cli.fit import Fit
 from semclust.cli.output import Export, Report
 from semclust.cli.predict import Predict
 from semclust.cli.regroup import Merge, Reduce, Rename, Undo
 from semclust.config import Settings, preset
-from semclust.errors import SemclustError
+from semclust.errors import InputError, SemclustError
 
 Command = (
     Annotated[Fit, tyro.conf.subcommand("fit")]
@@ -103,8 +103,13 @@ def parse(argv: list[str]) -> AnyCommand:
         words = [part for word in argv for part in word.split("=", 1)]
         needs_k = argv[0] == "fit" and "--resume" not in words
         settings = FitSettings() if needs_k else FitSettings(n_clusters=Settings.n_clusters)
-        if ("--preset", "paper") in itertools.pairwise(words):
-            settings = dataclasses.replace(settings, **preset("paper"))
+        if {"--epochs", "--minutes"} <= set(words):
+            raise InputError(
+                "--epochs and --minutes: expected one of them; the minutes decide how many epochs there are."
+            )
+        for name in get_args(Preset):
+            if ("--preset", name) in itertools.pairwise(words):
+                settings = dataclasses.replace(settings, **preset(name))
         default = Fit(settings=settings) if argv[0] == "fit" else Bench(what=tyro.MISSING, settings=settings)
     return tyro.cli(
         Command,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
-from semclust.cli.common import FitSettings
+from semclust.cli.common import FitSettings, Preset
 from semclust.config import Settings, check, values
 
 if TYPE_CHECKING:
@@ -33,8 +33,9 @@ class Bench:
     baseline: bool = True
     """Run the plain script too (Pillow views in DataLoader workers, float32, eager) and, on a GPU, the same steps with
     the images streamed."""
-    preset: Literal["default", "paper"] = "default"
-    """The settings to start from; other flags change single ones."""
+    preset: Preset = "default"
+    """The settings to start from; other flags change single ones. quick and best: the default for fewer and for more
+    epochs; paper: as published."""
     out: Annotated[Path | None, arg(metavar="JSON")] = None
     """File for the figures; one that exists is never overwritten. By default bench-speed.json, here, or -2, ..."""
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
