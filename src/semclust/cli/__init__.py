@@ -104,9 +104,7 @@ def parse(argv: list[str]) -> AnyCommand:
         needs_k = argv[0] == "fit" and "--resume" not in words
         settings = FitSettings() if needs_k else FitSettings(n_clusters=Settings.n_clusters)
         if {"--epochs", "--minutes"} <= set(words):
-            raise InputError(
-                "--epochs and --minutes: expected one of them; the minutes decide how many epochs there are."
-            )
+            raise InputError("--epochs and --minutes: expected one of them; minutes decide on the number of epochs.")
         for name in get_args(Preset):
             if ("--preset", name) in itertools.pairwise(words):
                 settings = dataclasses.replace(settings, **preset(name))

@@ -49,8 +49,8 @@ def absolute(source: str) -> str:
     if Path(source).exists():
         return str(Path(source).resolve())
     if is_named(source):
-        name, path = source.split(":", 1)
-        return f"{name}:{Path(path).expanduser().resolve()}"
+        name, colon, path = source.partition(":")
+        return f"{name}:{Path(path).expanduser().resolve()}" if colon else name
     return os.path.abspath(source) if any(sign in source for sign in "*?[{") else source  # a pattern
 
 

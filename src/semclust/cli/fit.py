@@ -26,8 +26,8 @@ class Fit:
 
     data: Annotated[str | None, arg(metavar="[DATA]"), tyro.conf.Positional] = None
     """A folder of images, a .npz or .npy file, tar shards ("shards-{000..015}.tar", "shards-*.tar"), a benchmark
-    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:), or "digits"
-    (embedded)."""
+    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:,
+    fashion-mnist:), or "digits" (embedded)."""
     preset: Preset = "default"
     """The settings to start from; other flags change single ones. quick and best: the default for fewer and for more
     epochs; paper: as published."""
