@@ -153,11 +153,16 @@ def check_suits(images: Images, settings: Settings) -> None:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
 
 
-def start(images: Images, settings: Settings, on_notice: Callable[[str], None] = lambda message: None) -> Training:
+def start(
+    images: Images,
+    settings: Settings,
+    on_notice: Callable[[str], None] = lambda message: None,
+    kind: type[Training] = Training,
+) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings)
     augmentation = choose_augmentation(settings.augment, images.pixels.shape[3], settings.crop_size)
-    return Training(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
+    return kind(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
 
 
 def draw_seed(settings: Settings) -> Settings:

@@ -1,4 +1,4 @@
-"""``semclust bench``: measure on this machine."""
+"""``semclust bench speed``: how fast training runs on this machine."""
 
 import dataclasses
 import time
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Bench:
+class BenchSpeed:
     """Measure on this machine: how fast training runs, beside a plain training script in the same run."""
 
     what: Annotated[Literal["speed"], arg(metavar="speed"), tyro.conf.Positional]
@@ -41,7 +41,7 @@ class Bench:
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
 
 
-def run(command: Bench, console: "Console") -> None:
+def run(command: BenchSpeed, console: "Console") -> None:
     started = time.perf_counter()  # before torch is imported: that is part of the time to the first step
     from semclust.speed import in_words, measure_speed
     from semclust.storage import check_new_file, free_path, write_json
