@@ -28,7 +28,7 @@ def main() -> None:
     groups: dict[str, list[Rows]] = {}
     for folder in asked.folders:
         for name, rows in read_rows(folder).items():
-            groups.setdefault(re.sub(r"(-seed\d+\.json|-\d+)$", "", name), []).append(rows)
+            groups.setdefault(group_of(name), []).append(rows)
     if not groups:
         arguments.error("no run there has both a label-free score and an ACC")
     judged = {name: judge_score(runs) for name, runs in sorted(groups.items())}
@@ -43,10 +43,16 @@ def main() -> None:
         write_json(asked.out, judged)
 
 
+def group_of(name: str) -> str:
+    """Of a run's path: data set and method, without the seed."""
+    parts = [part for part in Path(name).parts if part != "runs"]
+    return re.sub(r"(-seed\d+\.json|-\d+)$", "", "/".join(parts[-2:]))
+
+
 def show(judged: dict[str, dict]) -> None:
-    table = Table(title=f"the label-free score against ACC; a loss over {GOAL} is red", title_justify="left")
+    table = Table(title="the label-free score against ACC", title_justify="left")
     table.add_column("runs of", overflow="fold")
-    for heading in ("runs", "epochs", "rank correlation: epochs", "runs", "ACC lost: epoch", "seed", "both"):
+    for heading in ("n", "epochs", "r epochs", "r runs", "by epoch", "by seed", "by both"):
         table.add_column(heading, justify="right")
     for name, one in judged.items():
         correlations = [one["correlation_over_epochs"], one["correlation_over_runs"]]
@@ -58,7 +64,10 @@ def show(judged: dict[str, dict]) -> None:
             *("-" if value is None else f"{value:.2f}" for value in correlations),
             *(f"[{'red' if loss > GOAL else 'green'}]{loss:.3f}[/]" for loss in losses),
         )
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    console.print("r: rank correlation of score and ACC over all epochs, and over the last epochs of the runs")
+    console.print(f"by: ACC that is lost to the best by choosing epoch, seed or both by score; over {GOAL} in red")
 
 
 if __name__ == "__main__":

@@ -1,17 +1,22 @@
 """Time as a budget: what is decided, by a clock that the tests turn; that a run keeps to it and goes on by it."""
 
 import math
+import os
 import random
 import types
 from collections.abc import Callable
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import make_images, tiny
-from semclust import budget, fitting
+from semclust import SemanticClusterer, budget, fitting
 from semclust.budget import FEWEST_EPOCHS, Pace, Schedule, make_schedule
+from semclust.cli import main
 from semclust.errors import DamagedFileError, InputError
+from semclust.report.settings_table import fit_command
 from semclust.run_folder import RunFolder
 from semclust.train import Training
 
@@ -185,3 +190,46 @@ def test_a_lost_or_damaged_schedule_is_told(clock, tmp_path):
     run.schedule.unlink()
     with pytest.raises(DamagedFileError, match=r"schedule\.json is missing"):
         fitting.fit(make_images(), tiny(minutes=0.5), run=run)
+
+
+def test_the_estimator_has_the_budget_too(clock):
+    model = SemanticClusterer(**vars(tiny(minutes=0.5))).fit(make_images().pixels)
+    assert len(model.history_) == 28 and model.predictor_.settings.epochs == 28
+
+
+# ---- on the command line -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Calls `semclust fit` on a few images; returns the exit status."""
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", make_images().pixels)
+    small = "--image-size 8 --width 2 --backbone resnet10 --projection-dim 8 --batch-size 24 --device cpu --no-report"
+
+    def call(*words: str) -> int:
+        try:
+            main(["fit", *words, *([] if "--resume" in words else ["x.npy", "-k", "4", *small.split()])])
+        except SystemExit as error:
+            return int(error.code or 0)
+        return 0
+
+    return call
+
+
+def test_a_run_folder_tells_the_epochs_that_the_minutes_gave(clock, fit, capsys):
+    assert fit("--minutes", "0.25") == 0
+    run = RunFolder.open(Path("runs/x"))
+    config = run.read_config()
+    n = len(run.read_metrics())
+    assert config["settings"]["epochs"] == n >= 10 and config["settings"]["minutes"] == 0.25
+    assert f"--epochs {n}" in fit_command(config) and "--minutes" not in fit_command(config)
+    capsys.readouterr()
+    assert fit("--resume", "runs/x") == 0
+    assert f"all {n} epochs of this run are done" in capsys.readouterr().out
+
+
+def test_a_budget_that_is_refused_leaves_no_run_folder(clock, fit, capsys):
+    assert fit("--minutes", "0.1") == 1
+    assert "minutes=0.1 is too short" in capsys.readouterr().err
+    assert os.listdir("runs") == []

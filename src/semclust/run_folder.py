@@ -78,6 +78,14 @@ class RunFolder:
             raise InputError(f"{str(path)!r} holds no config.json, so it is not a run folder of `semclust fit`.")
         return cls(path)
 
+    def abandon(self) -> None:
+        """Remove the folder again, where nothing has been learned in it."""
+        if not self.metrics.exists():
+            for name in ("config.json", "skipped.csv", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there is something else in it
+                self.path.rmdir()
+
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / "config.json", {"format": FORMAT, "semclust": __version__, **config})
 

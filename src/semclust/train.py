@@ -170,10 +170,12 @@ class Training:
         Epochs of one kind take the same time."""
         if self.instance_alone:
             return "instance", ""
-        tasks = self.learner.tasks.items()
-        learned = [name for name, task in tasks if epoch >= task.plan.begins]
-        parted = [name for name, task in tasks if self._is_parted(task, epoch + 1)]
-        return " ".join(learned), " ".join(parted)
+        parted = [name for name, task in self.learner.tasks.items() if self._is_parted(task, epoch + 1)]
+        return " ".join(self._learned_in(epoch)), " ".join(parted)
+
+    def _learned_in(self, epoch: int) -> tuple[str, ...]:
+        """The tasks that an epoch learns: another set of them is another step to record."""
+        return tuple(name for name, task in self.learner.tasks.items() if epoch >= task.plan.begins)
 
     # ---- one epoch -------------------------------------------------------------------------------
 
@@ -215,8 +217,8 @@ class Training:
 
     def _begin_steps(self) -> None:
         self.learner.train()
-        phase = tuple(name for name, task in self.learner.tasks.items() if self.learns(task))
-        if phase != self._phase:  # another set of tasks is another step to record
+        phase = self._learned_in(self.epoch)
+        if phase != self._phase:
             self._phase = phase
             self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
 

@@ -138,7 +138,6 @@ def status_line(update: Callable[[str], None]) -> Callable[[str], "Watcher"]:
     """Makes watchers that show a run on one line."""
     from rich.markup import escape
 
-    from semclust.display import figures
     from semclust.fitting import Watcher
 
     class Line(Watcher):
@@ -150,6 +149,7 @@ def status_line(update: Callable[[str], None]) -> Callable[[str], "Watcher"]:
             self.epochs = training.settings.epochs
 
         def epoch(self, row: dict[str, Any]) -> None:
-            update(escape(f"{self.title}: epoch {row['epoch']}/{self.epochs}  {figures(row)}"))
+            acc = f", ACC {row['acc']:.3f}" if row["acc"] == row["acc"] else ""
+            update(escape(f"{self.title}: epoch {row['epoch']}/{self.epochs}{acc}"))
 
     return Line

@@ -96,6 +96,10 @@ def run(command: Fit, argv: list[str], console: "Console") -> None:
             fitted = fitting.fit(images, settings, display, run)
     except KeyboardInterrupt:
         end(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", INTERRUPTED)
+    except InputError:
+        if not command.resume:
+            run.abandon()
+        raise
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
