@@ -21,12 +21,12 @@ from semclust.errors import DamagedFileError, InputError
 from semclust.train import Training
 
 FEWEST_EPOCHS = 10  # fewer leave no epoch or two for each phase of a run
+TIMED_EPOCHS = 40  # of the plan whose epochs are timed: enough to have every kind of them
 AIM = 0.94  # share of the budget that is planned: checkpoints and figures take a little, too
 EARLY, LATE = 0.88, 0.99  # shares of the budget: while a run is to end between them, its epochs stay whole
 ENOUGH_SECONDS = 0.1  # that steps are timed for
 LEAST_OF_AN_EPOCH, MOST_OF_AN_EPOCH = 0.01, 20.0  # times its steps, that an epoch may take to catch up or fill in
 LATEST = 0.1  # share of the epochs, by whose time the speed of the machine is judged
-
 
 Kind = tuple[str, str]  # what an epoch learns, and what it parts at its end: see ``Training.kind_of_epoch``
 
@@ -115,6 +115,7 @@ class Pace:
 
 def make_schedule(training: Training, minutes: float, seconds: Callable[[], float]) -> Schedule:
     """Time the run's epochs and plan it, still at its start, for as many as fit."""
+    training.set_epochs(TIMED_EPOCHS)
     schedule = measure(training)
     left = AIM * 60 * minutes - seconds() - schedule.end
 
@@ -146,7 +147,6 @@ def measure(training: Training) -> Schedule:
     steps: dict[str, float] = {}
     renewal: dict[str, float] = {}
     with own_random_numbers(training.settings.random_state, 0, training.device), fast_kernels(training.device):
-        training.features()  # compiles, where it is compiled
         to_features = usual_seconds(training.features, training)
         for kind, epoch in sorted(kinds.items(), key=lambda item: item[1]):
             learned, training.epoch = kind[0], epoch
@@ -177,7 +177,7 @@ def seconds_of_steps(training: Training) -> float:
 
 
 def usual_seconds(work: Callable[[], Any], training: Training) -> float:
-    """The lesser of two times: other programs hold a machine up now and then."""
+    """The lesser of two times: the first may compile, and other programs hold a machine up now and then."""
     return min(seconds_of(work, training.device) for _ in range(2))
 
 

@@ -6,7 +6,7 @@ BAR, GAP, LABEL, SCALE, FIGURE, MARGIN = 22, 12, 300, 420, 110, 16  # pixels
 
 STYLE = """
   text { font: 14px system-ui, sans-serif; fill: #1a1d21; font-variant-numeric: tabular-nums; }
-  .ground { fill: #ffffff; } .bar { fill: #2457c5; } .first { fill: #1b8a4b; }
+  .title { font-weight: 600; } .ground { fill: #ffffff; } .bar { fill: #2457c5; } .first { fill: #1b8a4b; }
   .spread { stroke: #1a1d21; stroke-width: 1.5; } .tick { stroke: #e2e4e7; } .quiet { fill: #5a636e; font-size: 12px; }
   @media (prefers-color-scheme: dark) {
     text { fill: #e9ebee; } .ground { fill: #191c20; } .bar { fill: #8ab0ff; } .first { fill: #4fc583; }
@@ -24,7 +24,7 @@ def bar_chart(title: str, bars: list[tuple[str, float, float]]) -> str:
     def x(value: float) -> float:
         return round(left + SCALE * min(1.0, max(0.0, value)), 1)
 
-    parts = [f'<text x="{MARGIN}" y="{MARGIN + 14}" font-weight="600">{escape(title)}</text>']
+    parts = [f'<text class="title" x="{MARGIN}" y="{MARGIN + 14}">{escape(title)}</text>']
     for tenth in range(0, 11, 2):
         at = x(tenth / 10)
         parts.append(f'<line class="tick" x1="{at}" x2="{at}" y1="{top - 6}" y2="{height - MARGIN}"/>')

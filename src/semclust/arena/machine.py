@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from semclust import __version__
+from semclust.display import plural
 from semclust.speed import peak_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # on Linux
@@ -32,7 +33,7 @@ def processor() -> str:
     with contextlib.suppress(OSError):
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         name = found[1] if found else name
-    return f"{name}, {cores} core{'s' if cores > 1 else ''}"
+    return f"{name}, {plural(cores, 'core')}"
 
 
 def forget_peak(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from semclust.arena.runs import EPOCHS
+from semclust.display import plural
 from semclust.metrics import FIGURES
 
 TITLES = {
@@ -58,8 +59,8 @@ def mean_and_spread(values: list[float]) -> list[float]:
 
 def in_words(machine: dict[str, Any]) -> str:
     return (
-        f"{machine['device']}, {machine['threads']} threads; semclust {machine['semclust']}, torch {machine['torch']}, "
-        f"Python {machine['python']}"
+        f"{machine['device']}, {plural(machine['threads'], 'thread')}; semclust {machine['semclust']}, "
+        f"torch {machine['torch']}, Python {machine['python']}"
     )
 
 
@@ -93,11 +94,16 @@ def markdown(title: str, rows: list[dict[str, Any]]) -> str:
 def notes(rows: list[dict[str, Any]]) -> list[str]:
     """What the runs were measured on and how many epochs they had."""
     machines = sorted({machine for row in rows for machine in row["machines"]})
-    epochs = [f"{row['method']} {' to '.join(map(str, ends(row['epochs'])))}" for row in rows if row["epochs"] != [0]]
-    return [*machines, f"Epochs: {'; '.join(epochs)}"] if epochs else machines
+    trained = [row for row in rows if row["epochs"] != [0]]
+    numbers = {n for row in trained for n in row["epochs"]}
+    if len(numbers) <= 1:
+        return machines + [plural(n, "epoch") for n in numbers]
+    by_method = (f"{row['method']} {' to '.join(map(str, ends(row['epochs'])))}" for row in trained)
+    return [*machines, f"epochs: {'; '.join(by_method)}"]
 
 
 def ends(numbers: list[int]) -> list[int]:
+    """The first and the last, once where they are the same."""
     return sorted({numbers[0], numbers[-1]})
 
 
