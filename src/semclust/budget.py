@@ -98,16 +98,18 @@ class Pace:
     def _choose(self, epoch: int, now: float) -> float:
         kinds, slowness = self.kinds[epoch:], self._slowness()
         whole = slowness * (self.schedule.seconds(kinds) + self.schedule.end)
-        if EARLY * self.budget <= now + whole <= LATE * self.budget:
+        steady = set(self.schedule.shares[-1:]) <= {1.0}  # once an epoch was not whole, all follow the clock closely
+        if steady and EARLY * self.budget <= now + whole <= LATE * self.budget:
             return 1.0
         fixed = slowness * (self.schedule.seconds(kinds, share=0.0) + self.schedule.end)
         left = AIM * self.budget - now - fixed
         return min(MOST_OF_AN_EPOCH, max(LEAST_OF_AN_EPOCH, left / (whole - fixed)))
 
     def _slowness(self) -> float:
-        """Times that the latest epochs took the time they were expected to take."""
-        latest = self.times[-max(1, round(LATEST * self.schedule.epochs)) :]
-        if not latest:
+        """Times that the latest epochs took the time they were expected to take; 1 while there are too few to tell."""
+        enough = max(1, round(LATEST * self.schedule.epochs))
+        latest = self.times[-enough:]
+        if len(latest) < enough:
             return 1.0
         took, expected = map(sum, zip(*latest, strict=True))
         return max(1e-3, took / expected)
