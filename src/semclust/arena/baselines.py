@@ -34,7 +34,7 @@ class DeepCluster(Training):
     The pseudo labels come from k-means on the features, reduced by PCA, whitened and of unit length. Images are drawn
     so that every pseudo class is met as often as the others, and the linear head starts anew whenever labels change.
     The clusters that are asked for come from k-means on the features of unit length, without PCA: on the digits these
-    were far better (ACC 0.92 against 0.51 after 40 epochs).
+    were far better (ACC 0.92 and 0.81 against 0.51 and 0.53 after 40 epochs, two seeds).
     """
 
     def __init__(self, *args: Any):
