@@ -1,7 +1,9 @@
 """Where tensors are computed: the device, its precision, its random numbers."""
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,3 +52,16 @@ def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> I
         elif device.type == "mps":
             torch.mps.manual_seed(numbers)
         yield
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

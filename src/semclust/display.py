@@ -42,6 +42,7 @@ class Display(Watcher):
         elif training.epoch:
             self.console.print(f"resuming after epoch {training.epoch}")
         self.began, self.images_done, self.estimated = time.monotonic(), 0, training.device.type != "cpu"
+        self.estimated |= settings.minutes is not None  # how long it takes is what was asked for
         self.image_size = min(H, W)
         self.total = (settings.epochs - training.epoch) * training.n_images
         self.epochs = settings.epochs

@@ -13,6 +13,7 @@ import torch
 
 from semclust import __version__, metrics
 from semclust.augment import choose_augmentation
+from semclust.budget import Pace, Schedule, make_schedule
 from semclust.config import Settings, check
 from semclust.data import Images
 from semclust.devices import choose_device
@@ -59,16 +60,22 @@ def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run:
 
 def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | None) -> Fitted:
     started = time.monotonic()
+    seconds_before = run.read_seconds() if run is not None and run.checkpoint.exists() else 0.0
+
+    def seconds() -> float:
+        """That the run has taken so far, also before an interruption."""
+        return seconds_before + time.monotonic() - started
+
     training = start(images, settings, watcher.warn)
     history: list[dict[str, Any]] = []
-    seconds_before = 0.0  # of training, before an interruption
+    if run is not None and not run.checkpoint.exists() and (run.model.exists() or len(run.read_metrics()) > 1):
+        raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
+    share_of_steps = keep_to_budget(training, run, seconds)
+    settings = training.settings  # with the number of epochs, where that follows from the budget
     if run is not None:
-        if not run.checkpoint.exists() and (run.model.exists() or len(run.read_metrics()) > 1):
-            raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
         if run.checkpoint.exists():
             tensors, epoch = run.read_checkpoint()
             training.load_state(tensors, epoch, run.checkpoint)
-            seconds_before = run.read_seconds()
         run.drop_metrics_after(training.epoch)
         history = run.read_metrics()
         if len(history) != training.epoch:
@@ -82,7 +89,7 @@ def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | 
     last_checkpoint, checkpoint_took = time.monotonic(), 0.0
 
     while training.epoch < settings.epochs:
-        row, p = training.run_epoch(watcher.step)
+        row, p = training.run_epoch(watcher.step, share_of_steps())
         if images.labels is not None:
             clustered = not math.isnan(row["score"])
             found = metrics.evaluate(p.argmax(1).cpu().numpy(), images.labels) if clustered else {}
@@ -96,7 +103,7 @@ def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | 
                 run.write_checkpoint(training.state(), training.epoch)
                 last_checkpoint = time.monotonic()
                 checkpoint_took = last_checkpoint - now
-                run.write_seconds(seconds_before + last_checkpoint - started)
+                run.write_seconds(seconds())
         watcher.epoch(row)
         for message in metrics.complaints(row, settings):
             if message not in warnings:
@@ -106,8 +113,33 @@ def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | 
     predictor = Predictor.from_learner(training.learner, settings, images.pixels.shape[1:], images.value_range)
     probabilities, q = predictor(images.pixels, training.device)
     order = predictor.number_by_size(probabilities.argmax(1))
-    seconds = seconds_before + (0.0 if finished_before else time.monotonic() - started)
-    return Fitted(predictor, probabilities[:, order], q, history, warnings, seconds)
+    took = seconds_before if finished_before else seconds()
+    return Fitted(predictor, probabilities[:, order], q, history, warnings, took)
+
+
+def keep_to_budget(training: Training, run: RunFolder | None, seconds: Callable[[], float]) -> Callable[[], float]:
+    """Plan a run for as many epochs as fit into its minutes, where it has such a budget. Returns what tells, before
+    each epoch, the share of its steps to take. Of a run that goes on, what was decided before holds."""
+    minutes = training.settings.minutes
+    if minutes is None:
+        return lambda: 1.0
+    stored = run.read_schedule() if run is not None else None
+    if stored is not None:
+        schedule = Schedule.from_json(*stored)
+        training.set_epochs(schedule.epochs)
+    elif run is not None and run.checkpoint.exists():
+        raise DamagedFileError(f"{run.path / 'schedule.json'} is missing. Restore it from a copy, or fit anew.")
+    else:
+        schedule = make_schedule(training, minutes, seconds)
+    pace = Pace(schedule, training, minutes, seconds, resumed=stored is not None)
+
+    def share_of_steps() -> float:
+        share = pace.share(training.epoch)
+        if run is not None:
+            run.write_schedule(schedule.to_json())
+        return share
+
+    return share_of_steps
 
 
 def check_suits(images: Images, settings: Settings) -> None:
@@ -121,11 +153,16 @@ def check_suits(images: Images, settings: Settings) -> None:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
 
 
-def start(images: Images, settings: Settings, on_notice: Callable[[str], None] = lambda message: None) -> Training:
+def start(
+    images: Images,
+    settings: Settings,
+    on_notice: Callable[[str], None] = lambda message: None,
+    kind: type[Training] = Training,
+) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings)
     augmentation = choose_augmentation(settings.augment, images.pixels.shape[3], settings.crop_size)
-    return Training(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
+    return kind(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
 
 
 def draw_seed(settings: Settings) -> Settings:

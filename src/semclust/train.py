@@ -10,6 +10,7 @@ Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representatio
 import functools
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +37,7 @@ MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys,
 INFERENCE_BATCH = 1024
 NARROWEST_VIEW = 8  # px
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
+PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 
 
@@ -129,7 +131,9 @@ class Training:
         for parameter in self.trained:  # as SGD would at the first step, but there from the start to be saved
             self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
-        self.engine = Engine(device, settings.epochs * self.n_images, settings.compile, on_notice)
+        budget = settings.minutes
+        images_seen = settings.epochs * self.n_images if budget is None else budget * 60 * PLAIN_IMAGES_A_SECOND
+        self.engine = Engine(device, images_seen, settings.compile, on_notice)
         self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
         self._prepare_engine()
 
@@ -155,14 +159,36 @@ class Training:
         """Whether the current epoch trains on this task."""
         return self.epoch >= task.plan.begins
 
+    def set_epochs(self, epochs: int) -> None:
+        """Plan the run anew, before it begins, for another number of epochs."""
+        self.settings = replace(self.settings, epochs=epochs)
+        for name, plan in plan_tasks(self.settings, self.n_images).items():
+            self.learner.tasks[name].plan = plan
+
+    def kind_of_epoch(self, epoch: int) -> tuple[str, str]:
+        """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks.
+        Epochs of one kind take the same time."""
+        if self.instance_alone:
+            return "instance", ""
+        parted = [name for name, task in self.learner.tasks.items() if self._is_parted(task, epoch + 1)]
+        return " ".join(self._learned_in(epoch)), " ".join(parted)
+
+    def _learned_in(self, epoch: int) -> tuple[str, ...]:
+        """The tasks that an epoch learns: another set of them is another step to record."""
+        return tuple(name for name, task in self.learner.tasks.items() if epoch >= task.plan.begins)
+
     # ---- one epoch -------------------------------------------------------------------------------
 
-    def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Tensor]:
+    def run_epoch(
+        self, on_step: Callable[[int], None] = lambda n: None, share: float = 1.0
+    ) -> tuple[dict[str, Any], Tensor]:
         """Train for one epoch and renew the labels. Returns the row of figures, and the classifier's
-        probabilities p of all images without augmentation (N x C)."""
+        probabilities p of all images without augmentation (N x C).
+
+        share: of the steps of a whole epoch that this one takes, fewer or more, where time is the budget."""
         with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
-            row |= self._steps(on_step)
+            row |= self._steps(on_step, share)
             h, q = self.features()
             if not torch.stack([tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)]).all():
                 raise self._not_finite("Weights or features were not finite after the last step")
@@ -170,9 +196,12 @@ class Training:
             figures, p = self._renew_labels(h, q)
         return row | figures, p
 
-    def _steps(self, on_step: Callable[[int], None]) -> dict[str, float]:
+    def _steps(self, on_step: Callable[[int], None], share: float = 1.0) -> dict[str, float]:
         self._begin_steps()
         order = self._order()
+        if share != 1:
+            more = [self._order() for _ in range(1, math.ceil(share))]
+            order = torch.cat([order, *more])[: max(1, round(share * len(order)))]
         steps = len(order)
         losses = torch.zeros(steps, 3, device=self.device)
         for step, x in enumerate(self.images.batches(order.unbind())):
@@ -188,8 +217,8 @@ class Training:
 
     def _begin_steps(self) -> None:
         self.learner.train()
-        phase = tuple(name for name, task in self.learner.tasks.items() if self.learns(task))
-        if phase != self._phase:  # another set of tasks is another step to record
+        phase = self._learned_in(self.epoch)
+        if phase != self._phase:
             self._phase = phase
             self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
 
@@ -369,7 +398,7 @@ class Training:
             y = labels.most_likely(task.classifier(seen))
         elif not self.learns(task):
             return task.y
-        elif age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
+        elif self._is_parted(task, self.epoch):
             y = self._same_ids(spectral_partition(q, C, settings.temperature), task)
             if age == 0:
                 task.classifier.start_from(seen, y)
@@ -380,6 +409,13 @@ class Training:
             for some in torch.randperm(len(q), device=q.device).split(INFERENCE_BATCH):
                 task.memory.enqueue(q[some], y[some])
         return y
+
+    @staticmethod
+    def _is_parted(task: ClusterTask, epoch: int) -> bool:
+        """Whether the labels after ``epoch`` epochs come from a partition of the features: at the start of a task and,
+        while it is guided, every few epochs."""
+        age = epoch - task.plan.begins
+        return age == 0 or (age > 0 and epoch < task.plan.guided_until and age % PARTITION_EVERY == 0)
 
     def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
         """Name the clusters of a partition as they were named before, as far as they are the same."""

@@ -4,12 +4,12 @@ import contextlib
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
-from semclust.cli.common import INTERRUPTED, FitSettings, absolute, end, own_name, reading
+from semclust.cli.common import INTERRUPTED, FitSettings, Preset, absolute, end, own_name, reading
 from semclust.config import Settings, check, from_json, to_json, values
 from semclust.errors import InputError, TrainingError
 
@@ -26,10 +26,11 @@ class Fit:
 
     data: Annotated[str | None, arg(metavar="[DATA]"), tyro.conf.Positional] = None
     """A folder of images, a .npz or .npy file, tar shards ("shards-{000..015}.tar", "shards-*.tar"), a benchmark
-    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:), or "digits"
-    (embedded)."""
-    preset: Literal["default", "paper"] = "default"
-    """The settings to start from; other flags change single ones."""
+    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:,
+    fashion-mnist:), or "digits" (embedded)."""
+    preset: Preset = "default"
+    """The settings to start from; other flags change single ones. quick and best: the default for fewer and for more
+    epochs; paper: as published."""
     labels: Annotated[str | None, arg(metavar="LABELS")] = None
     """Labels to compare with, for the figures only: a CSV (path,label), a .npy, or "folders"."""
     out: Path = Path("runs")
@@ -95,6 +96,10 @@ def run(command: Fit, argv: list[str], console: "Console") -> None:
             fitted = fitting.fit(images, settings, display, run)
     except KeyboardInterrupt:
         end(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", INTERRUPTED)
+    except InputError:
+        if not command.resume:
+            run.abandon()
+        raise
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
