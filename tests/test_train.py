@@ -1071,20 +1071,12 @@ def test_a_missing_seed_is_drawn_and_kept():
     assert fitting.draw_seed(fixed) is fixed
 
 
-@pytest.mark.parametrize(
-    "size, changes, rounds",
-    [
-        (16, {}, True),
-        (16, dict(precision="float32"), False),
-        (8, {}, False),  # crops of 6 px: torch 2.13 would leave gradients unset
-        (16, dict(backbone=TinyBackbone(3)), False),  # of which nothing is known
-    ],
-)
-def test_a_cpu_rounds_to_bfloat16_where_it_computes_in_it_and_that_is_safe(size, changes, rounds, monkeypatch):
+@pytest.mark.parametrize("precision, rounds", [("auto", True), ("float32", False)])
+def test_training_rounds_to_bfloat16_where_the_device_computes_in_it_unless_told_not_to(precision, rounds, monkeypatch):
     monkeypatch.setattr("semclust.devices.computes_in_bfloat16", lambda device: True)
-    settings = tiny(**dict(backbone="resnet10", width=4) | changes)
+    settings = tiny(backbone="resnet10", width=4, precision=precision)
     training = Training(
-        noisy_groups(16, size, channels=3), settings, choose_augmentation("natural", 3), choose_device("cpu")
+        noisy_groups(16, 16, channels=3), settings, choose_augmentation("natural", 3), choose_device("cpu")
     )
     assert training.precision._enabled == rounds
     assert np.isfinite(training.run_epoch()[0]["loss"])
