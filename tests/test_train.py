@@ -1072,7 +1072,7 @@ def test_a_missing_seed_is_drawn_and_kept():
 
 
 @pytest.mark.parametrize("precision, rounds", [("auto", True), ("float32", False)])
-def test_training_rounds_to_bfloat16_where_the_device_computes_in_it_unless_told_not_to(precision, rounds, monkeypatch):
+def test_training_rounds_where_the_device_computes_in_bfloat16_unless_told_not_to(precision, rounds, monkeypatch):
     monkeypatch.setattr("semclust.devices.computes_in_bfloat16", lambda device: True)
     settings = tiny(backbone="resnet10", width=4, precision=precision)
     training = Training(
