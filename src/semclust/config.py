@@ -73,6 +73,9 @@ class Settings:
     """A projection of its own for each task, in place of a shared one."""
     batch_norm_groups: int = setting(1, low=1)
     """Split each batch for batch norm, so that keys cannot be told by their batch's statistics."""
+    batch_norm: Literal["synchronised", "local"] = "synchronised"
+    """With several processes: batch norm over the whole batch, as one process has it; or over each process's own
+    part, with the keys shuffled among the processes, as MoCo has it, which waits less."""
 
     # ---- the method --------------------------------------------------------------------------
     contrast: Literal["moco", "simclr", "instance-memory"] = "moco"

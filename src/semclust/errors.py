@@ -17,6 +17,10 @@ class TrainingError(SemclustError, RuntimeError):
     """A run that cannot go on, such as one whose loss is not finite."""
 
 
+class GroupError(SemclustError, RuntimeError):
+    """Another process of the same job has ended, or was never reached."""
+
+
 def in_short(error: Exception) -> str:
     """What another library says went wrong, in a few words on one line."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())[:120]

@@ -16,8 +16,9 @@ from semclust.augment import choose_augmentation
 from semclust.config import Settings, check
 from semclust.data import Images
 from semclust.devices import choose_device
+from semclust.distributed import ALONE, Group
 from semclust.errors import DamagedFileError, InputError
-from semclust.predictor import Predictor
+from semclust.predictor import BATCH, Predictor
 from semclust.run_folder import RunFolder
 from semclust.train import Training
 
@@ -36,7 +37,7 @@ class Watcher:
 
 @dataclass
 class Fitted:
-    """What a fit gives."""
+    """What a fit gives. Of several processes the first has p and q; the others' have no rows."""
 
     predictor: Predictor
     p: np.ndarray  # N x C probabilities, clusters numbered by size
@@ -50,16 +51,23 @@ class Fitted:
         return self.p.argmax(1)
 
 
-def fit(images: Images, settings: Settings, watcher: Watcher | None = None, run: RunFolder | None = None) -> Fitted:
+def fit(
+    images: Images,
+    settings: Settings,
+    watcher: Watcher | None = None,
+    run: RunFolder | None = None,
+    group: Group = ALONE,
+) -> Fitted:
     """Learn features and clusters of ``images``; with ``run``, keep rows and checkpoints there and go on
-    from its last checkpoint if it has one. Labels of the images only add ACC, NMI and ARI to the rows."""
+    from its last checkpoint if it has one. Labels of the images only add ACC, NMI and ARI to the rows.
+    Of several processes (``group``), the first alone is given the run folder."""
     with run.locked() if run is not None else contextlib.nullcontext():
-        return _fit(images, settings, watcher or Watcher(), run)
+        return _fit(images, settings, watcher or Watcher(), run, group)
 
 
-def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | None) -> Fitted:
+def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | None, group: Group) -> Fitted:
     started = time.monotonic()
-    training = start(images, settings, watcher.warn)
+    training = start(images, settings, watcher.warn, group)
     history: list[dict[str, Any]] = []
     seconds_before = 0.0  # of training, before an interruption
     if run is not None:
@@ -76,6 +84,7 @@ def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | 
                 f"{run.metrics} holds {len(history)} epochs, but {run.checkpoint} {training.epoch}. "
                 "Restore metrics.csv from a copy, or fit anew."
             )
+    history = training.take_over(history)
     warnings = list(dict.fromkeys(m for row in history for m in metrics.complaints(row, settings)))
     watcher.begin(training)
     finished_before = training.epoch == settings.epochs
@@ -104,10 +113,21 @@ def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | 
                 watcher.warn(message)
 
     predictor = Predictor.from_learner(training.learner, settings, images.pixels.shape[1:], images.value_range)
-    probabilities, q = predictor(images.pixels, training.device)
+    probabilities, q = predict_all(predictor, images.pixels, training.device, group)
     order = predictor.number_by_size(probabilities.argmax(1))
     seconds = seconds_before + (0.0 if finished_before else time.monotonic() - started)
     return Fitted(predictor, probabilities[:, order], q, history, warnings, seconds)
+
+
+def predict_all(
+    predictor: Predictor, pixels: np.ndarray, device: torch.device, group: Group
+) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities and embeddings of all images, each rank's share of them computed there, on the first rank."""
+    n = len(pixels)
+    start, stop = group.bounds(n, at_once=BATCH)  # in whole batches: the same that one process computes
+    found = predictor(pixels[start : max(stop, start + 1)] if start < n else pixels[:1], device)
+    p, q = (torch.from_numpy(rows[: stop - start]) for rows in found)
+    return tuple(group.gather_to_first(x, n, BATCH).numpy() for x in (p, q))  # type: ignore[return-value]
 
 
 def check_suits(images: Images, settings: Settings) -> None:
@@ -121,11 +141,16 @@ def check_suits(images: Images, settings: Settings) -> None:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
 
 
-def start(images: Images, settings: Settings, on_notice: Callable[[str], None] = lambda message: None) -> Training:
+def start(
+    images: Images,
+    settings: Settings,
+    on_notice: Callable[[str], None] = lambda message: None,
+    group: Group = ALONE,
+) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings)
     augmentation = choose_augmentation(settings.augment, images.pixels.shape[3])
-    return Training(images.pixels, settings, augmentation, choose_device(settings.device), on_notice)
+    return Training(images.pixels, settings, augmentation, group.device(settings.device), on_notice, group)
 
 
 def draw_seed(settings: Settings) -> Settings:

@@ -4,9 +4,13 @@ An epoch is: steps over all images in random order, then the renewal of every la
 changes lies in ``Training.learner`` and ``Training.optimiser``; every epoch seeds its own random
 numbers, so a run can stop after any epoch and go on as if it had not.
 
+Several processes (``distributed.Group``) hold the same learner and know the same batches; each works on its part of
+every batch. What is said of a batch here holds for the part, but for ``index``, the numbers of the whole batch.
+
 Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representation.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator
@@ -24,8 +28,9 @@ from semclust.backbones import build_backbone, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers
+from semclust.distributed import ALONE, Group, checksum, synchronise_batch_norm
 from semclust.engine import Engine, fast_kernels
-from semclust.errors import DamagedFileError, TrainingError
+from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.loader import choose_loader
 from semclust.model import ClusterTask, Encoder, TaskPlan, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
@@ -103,17 +108,22 @@ class Training:
         augmentation: Augmentation,
         device: torch.device,
         on_notice: Callable[[str], None] = lambda message: None,
+        group: Group = ALONE,
     ):
-        """``pixels``: N x H x W x c, uint8."""
-        self.settings, self.device, self.augmentation = settings, device, augmentation
+        """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
+        self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
         self.precision = mixed_precision(device)
         self.epoch = 0
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
         self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
+        self._check_group()
         with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, self.image_shape, self.n_images)
+        self._local_norms = not group.alone and settings.batch_norm == "local"
+        if not group.alone and not self._local_norms:
+            synchronise_batch_norm(self.learner, group)
         channels_last(self.learner.to(device))
         self._measure_colours()
         self.trained = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
@@ -131,6 +141,24 @@ class Training:
         self.engine = Engine(device, settings.epochs * self.n_images, settings.compile, on_notice)
         self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
         self._prepare_engine()
+
+    def _check_group(self) -> None:
+        """Raise InputError where this run cannot be shared by so many processes."""
+        group, settings = self.group, self.settings
+        if group.alone:
+            return
+        n_images, n = self._batches()[1], group.bounds(self._batches()[1], 0)[1]
+        fewest = 2 if settings.batch_norm == "local" else 1  # batch norm of one image is 0
+        if n < fewest:
+            raise InputError(
+                f"{group} for batches of {n_images} images, which leaves a process {n}; expected at least {fewest} "
+                "for each. Start fewer processes, or choose a larger --batch-size."
+            )
+        if settings.batch_norm_groups > 1:
+            raise InputError(
+                f"batch_norm_groups={settings.batch_norm_groups} with {group}: expected 1. With --batch-norm local "
+                "the part of each process is a group of its own."
+            )
 
     def _prepare_engine(self) -> None:
         """What of a step is compiled, where the engine compiles."""
@@ -152,11 +180,13 @@ class Training:
         with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step)
+            self._agree()
             h, q = self.features()
-            if not torch.stack([tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)]).all():
+            finite = torch.stack([tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)]).all()
+            if not self.group.all_true(finite):
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.epoch += 1
-            figures, p = self._renew_labels(h, q)
+            figures, p = self._renew_labels_of_all(h, q)
         return row | figures, p
 
     def _steps(self, on_step: Callable[[int], None]) -> dict[str, float]:
@@ -164,10 +194,11 @@ class Training:
         order = self._order()
         steps = len(order)
         losses = torch.zeros(steps, 3, device=self.device)
-        for step, x in enumerate(self.images.batches(order.unbind())):
+        for step, x in enumerate(self.images.batches(self.group.part(order, 1).unbind())):
             rate = self.learning_rate(self.epoch + step / steps)
             losses[step] = self._step(x, order[step], rate)
             on_step((step + 1) * self.n_images // steps - step * self.n_images // steps)
+        self.group.sum(losses)
         finite = losses.isfinite().all(1)
         if not finite.all():
             bad = int((~finite).nonzero()[0, 0])
@@ -185,10 +216,14 @@ class Training:
     def _order(self) -> Tensor:
         """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
         recorded step needs it; to fill the last one, the first few images come once more."""
-        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
-        n = math.ceil(self.n_images / n_batches)
+        n_batches, n = self._batches()
         order = torch.randperm(self.n_images, device=self.device)
         return torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
+
+    def _batches(self) -> tuple[int, int]:
+        """Number of batches in an epoch, and of images in each."""
+        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
+        return n_batches, math.ceil(self.n_images / n_batches)
 
     def _not_finite(self, what: str) -> TrainingError:
         rate = self.settings.learning_rate
@@ -202,16 +237,28 @@ class Training:
         return self.settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
 
     def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
-        """One optimiser step on the images x (n x c x H x W bytes) of number ``index`` (n): L, L_ID, L_CD."""
+        """One optimiser step on the batch ``index``: L, L_ID, L_CD. x: its images (n x c x H x W bytes)."""
         for group in self.optimiser.param_groups:
             group["lr"].fill_(rate)
         # Views are made outside of what is recorded: they draw random numbers, and may be the user's own code.
         if isinstance(self.augmentation, RandomView):
-            views = self._view(x, torch.rand(2 * len(x), self.augmentation.numbers, device=x.device))
+            u = torch.rand(2, len(index), self.augmentation.numbers, device=x.device)  # of the whole batch
+            views = self._view(x, self.group.part(u, 1).flatten(0, 1))
         else:
             x = in_unit_range(x)
-            views = torch.cat([self.augmentation(x), self.augmentation(x)])
+            with self._numbers_of_rank():
+                views = torch.cat([self.augmentation(x), self.augmentation(x)])
         return self._learn(views, index)
+
+    @contextlib.contextmanager
+    def _numbers_of_rank(self) -> Iterator[None]:
+        """Random numbers of this process's own, for code that draws nobody knows how many."""
+        if self.group.alone:
+            yield
+            return
+        drawn = int(torch.randint(2**31, ()))
+        with own_random_numbers(drawn, self.group.rank, self.device):
+            yield
 
     def _two_views(self, x: Tensor, u: Tensor) -> Tensor:
         """2n views, by the random numbers u, of n images."""
@@ -222,25 +269,47 @@ class Training:
     def _learn_from(self, active: tuple[str, ...], views: Tensor, index: Tensor) -> Tensor:
         """Learn the tasks ``active`` from two views of each image, the first n and the second n."""
         query, key = views.chunk(2)
+        own = self.group.part(index)
         if self.settings.symmetric:  # each view is query once and key once
-            query, key, index = views, torch.cat([key, query]), index.repeat(2)
+            query, key, own = views, torch.cat([key, query]), own.repeat(2)
         with self.precision:
-            # The twin needs nothing of the encoder and has no gradient: it runs beside it.
-            with self.engine.beside(self.settings.contrast == "moco") as meet:
-                k = self._keys(key, index)
+            # The twin needs nothing of the encoder and has no gradient: it runs beside it. Not where either waits for
+            # other processes, which would have to meet them in the same order.
+            with self.engine.beside(self.settings.contrast == "moco" and self.group.alone) as meet:
+                k = self._keys(key, own)
             h, q = self._encode(query)
             meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
-        l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
+        l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, own, h, q, k))
+        if not self.group.alone:
+            l_ids, l_cds = self._shares_of_batch(active, index, l_ids, l_cds)
         loss = core.overall_loss(l_ids, l_cds).sum()
         if self.settings.task_sum == "mean":
             loss = loss / len(l_ids)
         self.optimiser.zero_grad()
         loss.backward()
+        self.group.sum_all([parameter.grad for parameter in self._with_gradient()])
         self.optimiser.step()
         self._remember(index, q, k, active)
         return torch.stack([loss, l_ids.mean(), l_cds.mean()]).detach()
+
+    def _with_gradient(self) -> list[Any]:
+        """The parameters that the step moves: the same on every rank, as all learn the same tasks."""
+        return [parameter for parameter in self.trained if parameter.grad is not None]
+
+    def _shares_of_batch(
+        self, active: tuple[str, ...], index: Tensor, l_ids: Tensor, l_cds: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of each task's losses, which are means over this rank's part of the batch ``index``, the share in those over
+        the whole: their sums over the ranks."""
+        part = self.group.part(index)
+        mean = torch.full_like(l_ids, len(part) / len(index))
+        weighted = mean.clone()
+        if self.settings.hard_samples and active:
+            shares = [self.learner.tasks[name].s for name in active]
+            weighted[-len(active) :] = torch.stack([s[part].sum() / s[index].sum() for s in shares])
+        return l_ids * weighted, l_cds * mean
 
     def _sample_losses(
         self, active: tuple[str, ...], index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
@@ -266,11 +335,32 @@ class Training:
             return dict(zip(learner.encoder.projections, learner.stored_keys[:, index], strict=True))
         assert self._encode_key is not None
         with torch.no_grad():
+            if self._local_norms:
+                return self._keys_by_others(view)
             if self.settings.batch_norm_groups == 1:
                 return self._encode_key(view)[1]
             shuffle = torch.randperm(len(view), device=view.device)  # other neighbours in the batch than q had
             back = shuffle.argsort()
             return {name: k[back] for name, k in self._encode_key(view[shuffle])[1].items()}
+
+    def _keys_by_others(self, view: Tensor) -> dict[str, Tensor]:
+        """The keys of this rank's views, made by random ranks: among other neighbours than the queries have."""
+        assert self._encode_key is not None
+        n, group = self._batches()[1], self.group
+        shuffle = torch.randperm(n, device=view.device)
+        group.share([shuffle])
+        views = self._by_image(view)  # an image's views stay together
+        k = self._encode_key(self._by_view(group.part(group.gather(views, n)[shuffle])))[1]
+        back = shuffle.argsort()
+        return {name: self._by_view(group.part(group.gather(self._by_image(x), n)[back])) for name, x in k.items()}
+
+    def _by_image(self, x: Tensor) -> Tensor:
+        """n images x their views x ..., of all first views and then all second."""
+        return x.unflatten(0, (2 if self.settings.symmetric else 1, -1)).transpose(0, 1)
+
+    def _by_view(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.transpose(0, 1).flatten(0, 1).contiguous(memory_format=_layout_of(x))
 
     def _instance_task_loss(self, q: dict[str, Tensor], k: dict[str, Tensor]) -> Tensor:
         """L_ID of the instance task, for each sample: every other image is a negative."""
@@ -303,23 +393,58 @@ class Training:
 
     @torch.no_grad()
     def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: tuple[str, ...]) -> None:
-        """After the backward pass: move the momentum twin, write the keys into the memories."""
+        """After the backward pass: move the momentum twin, write the keys of all ranks into the memories."""
         learner = self.learner
         if learner.twin is not None:
             follow(learner.twin, learner.encoder, self.momentum)
         if self.settings.contrast == "instance-memory":
             m, n_views = self.momentum, 2 if self.settings.symmetric else 1
-            index = index[: len(index) // n_views]  # one vector an image, however many of its views were met
-            for i, name in enumerate(k):
+            for i, name in enumerate(k):  # one vector an image, however many of its views were met
                 met = q[name].detach().unflatten(0, (n_views, -1)).mean(0)
-                k[name] = F.normalize(m * k[name][: len(index)] + (1 - m) * met, dim=1)
+                k[name] = self.group.gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
                 learner.stored_keys[i, index] = k[name]
+        else:
+            k = self._keys_of_all(k, len(index))
+            index = index.repeat(2) if self.settings.symmetric else index
         self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index))
         for name in active:
             task = learner.tasks[name]
             self._enqueue(task.memory, k[task.projection], task.y[index])
 
+    def _keys_of_all(self, k: dict[str, Tensor], n: int) -> dict[str, Tensor]:
+        """The keys of the whole batch of ``n`` images, as one process would have them."""
+        if self.group.alone:
+            return k
+        together = torch.stack([self._by_image(x) for x in k.values()], dim=1)  # n x projections x views x d
+        return dict(zip(k, map(self._by_view, self.group.gather(together, n).unbind(1)), strict=True))
+
     # ---- label refresh ---------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """At the end of an epoch's steps: let all ranks have the same network, and make sure that they do."""
+        group = self.group
+        if group.alone:
+            return
+        if self._local_norms:  # their running statistics are of each rank's own images
+            group.average([x for name, x in self.learner.named_buffers() if ".running_" in name])
+        group.check_same(
+            checksum(self.trained),
+            f"The weights after epoch {self.epoch + 1}",
+            "Let all machines have the same GPUs and versions of torch, then go on from the last checkpoint.",
+        )
+
+    def _renew_labels_of_all(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """``_renew_labels`` from the features that every rank has of its part of the images. The first rank does it,
+        since sums on GPUs are not the same to the bit; the others take over what it finds, but for p."""
+        group = self.group
+        if group.alone:
+            return self._renew_labels(h, q)
+        if self.settings.classifier_input == "pooled":  # else nothing sees h
+            h = group.gather_to_first(h, self.n_images)
+        q = {name: group.gather_to_first(x, self.n_images) for name, x in q.items()}
+        figures, p = self._renew_labels(h, q) if group.first else ({}, h[:0])
+        group.share([*self.learner.task_modules.parameters(), *self.learner.task_modules.buffers()])
+        return group.from_first(lambda: figures), p
 
     @torch.no_grad()
     def _renew_labels(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
@@ -389,25 +514,28 @@ class Training:
 
     @torch.no_grad()
     def features(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """h (N x D) and q of each projection (N x d) of all images, without augmentation."""
+        """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation."""
         encode = self.learner.encoder.eval().folded() or self._encode
         hs, qs = [], []
-        for part in self._all_images():
+        start, stop = self.group.bounds(self.n_images)
+        n_images = stop - start
+        for part in self._images_from(start, stop):
             with self.precision:
                 h, q = encode(in_unit_range(part))
             hs.append(h)
             qs.append(q)
         return (
-            torch.cat(hs)[: self.n_images],
-            {name: torch.cat([q[name] for q in qs])[: self.n_images] for name in qs[0]},
+            torch.cat(hs)[:n_images],
+            {name: torch.cat([q[name] for q in qs])[:n_images] for name in qs[0]},
         )
 
-    def _all_images(self) -> Iterator[Tensor]:
-        """All images in order, in batches of one size: a compiled network is made for one. After the last image
-        the first come again."""
-        n = min(INFERENCE_BATCH, self.n_images)
-        n_batches = math.ceil(self.n_images / n)
-        numbers = torch.arange(n_batches * n, device=self.device) % self.n_images
+    def _images_from(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Some images in order, in batches of one size: a compiled network is made for one. After the last image
+        the first of them come again."""
+        n_images = stop - start
+        n = min(INFERENCE_BATCH, n_images)
+        n_batches = math.ceil(n_images / n)
+        numbers = start + torch.arange(n_batches * n, device=self.device) % n_images
         return self.images.batches(numbers.split(n))
 
     # ---- surroundings ----------------------------------------------------------------------------
@@ -415,10 +543,11 @@ class Training:
     def _measure_colours(self) -> None:
         """Let the encoder subtract the mean colour of the images and divide by their deviation."""
         sums = torch.zeros(2, self.image_shape[2], dtype=torch.float64)
-        for part in self.images.batches(torch.arange(self.n_images, device=self.device).split(INFERENCE_BATCH)):
+        own = self.group.part(torch.arange(self.n_images, device=self.device))
+        for part in self.images.batches(own.split(INFERENCE_BATCH)):
             x = part.float() / 255
             sums += torch.stack([x.mean((2, 3)).sum(0), x.square().mean((2, 3)).sum(0)]).cpu()
-        mean, square = sums / self.n_images
+        mean, square = self.group.sum(sums) / self.n_images
         std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1e-3)
         for encoder in filter(None, (self.learner.encoder, self.learner.twin)):
             encoder.mean.copy_(mean[:, None, None])
@@ -447,6 +576,19 @@ class Training:
         for velocity, parameter in zip(velocities, self.trained, strict=True):
             self.optimiser.state[parameter]["momentum_buffer"].copy_(velocity)
         self.epoch = epoch
+
+    def take_over(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Go on as the first rank does, which may have loaded a state. ``history``: its rows, which all are given."""
+        if self.group.alone:
+            return history
+        self.epoch, history = self.group.from_first(lambda: (self.epoch, history))
+        self.group.share(list(self.state().values()))
+        return history
+
+
+def _layout_of(x: Tensor) -> torch.memory_format:
+    """Images are laid out channels-last, all else plainly."""
+    return torch.channels_last if x.ndim == 5 else torch.contiguous_format
 
 
 def in_unit_range(x: Tensor) -> Tensor:
