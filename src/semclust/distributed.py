@@ -66,7 +66,7 @@ class Group:
             return chosen
         if chosen.type != "cuda" or chosen.index is not None:
             raise InputError(
-                f"device={device!r} with {self}: expected auto, cpu or cuda, of which every process takes a GPU of its own."
+                f"device={device!r} with {self}: expected auto, cpu or cuda, of which each process takes one."
             )
         n_gpus = torch.cuda.device_count()
         if self.local_size > n_gpus:
@@ -106,9 +106,9 @@ class Group:
                 outcome[1] = error
         with gone():
             dist.broadcast_object_list(outcome, 0)
-        value, error = outcome
-        if error is not None:
-            raise error
+        value, failure = outcome
+        if failure is not None:
+            raise failure
         return value
 
     def in_turn(self, make: Callable[[], Value]) -> Value:
@@ -224,7 +224,9 @@ class Group:
         """Raise an error on all ranks where they do not agree on ``x``."""
         values = self.exchange(x)
         if other := next((rank for rank, value in enumerate(values) if value != values[0]), None):
-            raise InputError(f"{what}: the processes 0 and {other} differ ({values[0]} and {values[other]}). {next_step}")
+            raise InputError(
+                f"{what}: the processes 0 and {other} differ ({values[0]} and {values[other]}). {next_step}"
+            )
 
 
 ALONE = Group()
@@ -243,7 +245,9 @@ def gone() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise GroupError(f"Another process of this job has ended, so this one cannot go on ({in_short(error)}).") from error
+        raise GroupError(
+            f"Another process of this job has ended, so this one cannot go on ({in_short(error)})."
+        ) from error
 
 
 # ---- beginning and end -----------------------------------------------------------------------------------
@@ -321,8 +325,8 @@ def from_environment_or_alone() -> Group:
 
 
 def job_name(environ: Mapping[str, str] = os.environ) -> str | None:
-    """What is the same in every restart of one job of torchrun, and in no other: its own --rdzv-id, else the folder that
-    torchrun makes for its logs. None outside of torchrun."""
+    """What is the same in every restart of one job of torchrun, and in no other: its own --rdzv-id, else the folder
+    that torchrun makes for its logs. None outside of torchrun."""
     if "TORCHELASTIC_RUN_ID" not in environ:
         return None
     job = environ["TORCHELASTIC_RUN_ID"]
@@ -408,8 +412,8 @@ def _normalise(
 
 
 class _Normalise(torch.autograd.Function):
-    """x (n x c x ...) with mean 0 and variance 1 over all ranks, then weight and bias. Also gives mean, variance (both c)
-    and the number of values that they are over.
+    """x (n x c x ...) with mean 0 and variance 1 over all ranks, then weight and bias. Also gives mean, variance
+    (both c) and the number of values that they are over.
 
     Every rank tells the others its number, mean and squared deviation, and for the gradient two sums: torch's own
     SyncBatchNorm does the same, but on GPUs only.

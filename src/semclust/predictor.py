@@ -85,10 +85,13 @@ class Predictor:
             linear.bias.copy_(linear.bias[order.tolist()])
         return order
 
-    def stream(self, data: Any, on_image: Callable[[int], None] | None = None) -> Iterator[Images]:
-        """Images from any source, part by part, in the size, channels and range that the network was trained on."""
+    def stream(
+        self, data: Any, on_image: Callable[[int], None] | None = None, turn: tuple[int, int] = (0, 1)
+    ) -> Iterator[Images]:
+        """Images from any source, part by part, in the size, channels and range that the network was trained on.
+        turn: as in ``stream_images``."""
         H, W, c = self.image_shape
-        return stream_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image)
+        return stream_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image, turn=turn)
 
     @torch.no_grad()
     def __call__(self, pixels: np.ndarray, device: torch.device) -> tuple[np.ndarray, np.ndarray]:

@@ -76,6 +76,21 @@ class RunFolder:
             raise InputError(f"{str(path)!r} holds no config.json, so it is not a run folder of `semclust fit`.")
         return cls(path)
 
+    @classmethod
+    def of_job(cls, parent: Path, job: str, config: dict[str, Any], restarted: bool) -> "RunFolder | None":
+        """The run that a job of torchrun began in ``parent`` with the same ``config``, so that the job can go on with
+        it: the newest, if it has not finished. A job that was ``restarted`` also finds its finished one: some process
+        ended while the first was writing the results. A seed of None stands for any, as it was drawn."""
+        found = []
+        for path in parent.glob("*/config.json"):
+            run = cls(path.parent)
+            with contextlib.suppress(DamagedFileError, OSError):
+                stored = run.read_config()
+                finished = (run.path / "summary.json").exists()
+                if stored.get("job") == job and (restarted or not finished) and _is_run_of(config, stored):
+                    found.append((path.stat().st_mtime, str(path), run))
+        return max(found)[2] if found else None
+
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / "config.json", {"format": FORMAT, "semclust": __version__, **config})
 
@@ -246,6 +261,16 @@ class RunFolder:
             if store:
                 groups.write(self.model)
         return sizes
+
+
+def _is_run_of(config: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether a run with the config ``stored`` is of the same data and settings; a seed of None stands for any."""
+    settings = dict(stored.get("settings", {}))
+    if config["settings"]["random_state"] is None:
+        settings["random_state"] = None
+    return settings == config["settings"] and all(
+        stored.get(name) == config[name] for name in ("data", "labels", "fingerprint")
+    )
 
 
 def model_folder(path: Path) -> Path:

@@ -25,7 +25,7 @@ import tyro
 from semclust import __version__
 from semclust.cli import bench, evaluate, fit, output, predict, regroup
 from semclust.cli.bench import Bench
-from semclust.cli.common import INTERRUPTED, FitSettings, end
+from semclust.cli.common import INTERRUPTED, FitSettings, end, processes
 from semclust.cli.evaluate import Evaluate
 from semclust.cli.fit import Fit
 from semclust.cli.output import Export, Report
@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run_command(parse(argv), argv)
     except SemclustError as error:
-        end(f"semclust: {error}")
+        end(f"semclust: {error}", error=error)
     except KeyboardInterrupt:
         end("\nInterrupted.", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`
@@ -75,15 +75,15 @@ def main(argv: list[str] | None = None) -> None:
 def run_command(command: AnyCommand, argv: list[str]) -> None:
     from rich.console import Console
 
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    with warnings.catch_warnings():
+    with processes(isinstance(command, Fit | Predict)) as group, warnings.catch_warnings():
+        console = Console(soft_wrap=not sys.stdout.isatty(), quiet=not group.first)
         warnings.showwarning = lambda message, *place: console.print(
             f"warning: {message}", style="yellow", markup=False
         )
         if isinstance(command, Fit):
-            fit.run(command, argv, console)
+            fit.run(command, argv, console, group)
         elif isinstance(command, Predict):
-            predict.run(command, console)
+            predict.run(command, console, group)
         elif isinstance(command, Report):
             output.report(command, console)
         elif isinstance(command, Bench):
