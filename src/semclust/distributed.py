@@ -32,7 +32,6 @@ from semclust.errors import GroupError, InputError, SemclustError, in_short
 PATIENCE = timedelta(days=1)
 TOLD = "semclust/told"  # counts those who want to tell the user of an error
 LET_FIRST_SPEAK = 1.0  # seconds that others wait before they tell of one: the first rank knows more
-LET_CULPRIT_SPEAK = 2.0  # and one who only noticed that another has gone, still longer
 NO_JOB = ("", "none")  # torchrun's id where the user gave none
 
 Value = TypeVar("Value")
@@ -245,9 +244,7 @@ def gone() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise GroupError(
-            f"Another process of this job has ended, so this one cannot go on ({in_short(error)})."
-        ) from error
+        raise GroupError("Another process of this job has ended, so this one cannot go on.") from error
 
 
 # ---- beginning and end -----------------------------------------------------------------------------------
@@ -290,7 +287,10 @@ def joined() -> Iterator[Group]:
         yield group
         return
     try:
-        _store, _, _ = next(dist.rendezvous("env://", group.rank, group.size, timeout=PATIENCE))
+        store, _, _ = next(dist.rendezvous("env://", group.rank, group.size, timeout=PATIENCE))
+        _store = dist.PrefixStore(
+            f"semclust/{restarts()}", store
+        )  # torchrun's still holds what was said before a restart
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
         dist.init_process_group(backend, store=_store, rank=group.rank, world_size=group.size, timeout=PATIENCE)
     except (RuntimeError, ValueError) as error:
@@ -303,13 +303,13 @@ def joined() -> Iterator[Group]:
     _store = None
 
 
-def may_tell(error: BaseException | None = None) -> bool:
-    """Whether this process is the one that tells the user of an error: of all that end by it, one does."""
+def may_tell() -> bool:
+    """Whether this process is the one that tells the user of an error: of all that end by it, one does. Who only
+    notices that another has ended comes later than that one, and so does not."""
+    first = from_environment_or_alone().first
     if _store is None:
-        return from_environment_or_alone().first
-    if isinstance(error, GroupError):
-        time.sleep(LET_CULPRIT_SPEAK)
-    elif dist.get_rank() != 0:
+        return first
+    if not first:
         time.sleep(LET_FIRST_SPEAK)
     try:
         return _store.add(TOLD, 1) == 1
@@ -369,12 +369,12 @@ class _Synchronised(nn.modules.batchnorm._BatchNorm):
     @torch.no_grad()
     def _follow(self, mean: Tensor, variance: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None
-        share: float | Tensor
-        if self.momentum is None:  # the mean over all batches so far
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        share: Any = self.momentum
+        if share is None:  # the mean over all batches so far
             assert self.num_batches_tracked is not None
-            share = 1.0 / self.num_batches_tracked.add_(1)
-        else:
-            share = self.momentum
+            share = 1.0 / self.num_batches_tracked
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
         self.running_var.lerp_(variance.to(self.running_var.dtype), share)
 

@@ -20,7 +20,7 @@ from semclust.distributed import ALONE, Group
 from semclust.errors import DamagedFileError, InputError
 from semclust.predictor import BATCH, Predictor
 from semclust.run_folder import RunFolder
-from semclust.train import Training
+from semclust.train import Training, check_shares
 
 QUICK_CHECKPOINT = 0.1  # seconds; one that takes no longer is written after every epoch
 CHECKPOINT_SHARE = 0.05  # of the time, that longer ones may take: then some epochs go without
@@ -130,8 +130,8 @@ def predict_all(
     return tuple(group.gather_to_first(x, n, BATCH).numpy() for x in (p, q))  # type: ignore[return-value]
 
 
-def check_suits(images: Images, settings: Settings) -> None:
-    """Raise InputError where the settings are wrong in themselves or for these images."""
+def check_suits(images: Images, settings: Settings, group: Group = ALONE) -> None:
+    """Raise InputError where the settings are wrong in themselves, for these images, or for so many processes."""
     check(settings)
     choose_device(settings.device)
     n, C = len(images.pixels), settings.n_clusters
@@ -139,6 +139,7 @@ def check_suits(images: Images, settings: Settings) -> None:
         raise InputError(f"{n} images are too few; expected at least 4, and a few hundred to learn anything.")
     if n < C:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
+    check_shares(settings, n, group)
 
 
 def start(
@@ -148,7 +149,7 @@ def start(
     group: Group = ALONE,
 ) -> Training:
     """A run at epoch 0."""
-    check_suits(images, settings)
+    check_suits(images, settings, group)
     augmentation = choose_augmentation(settings.augment, images.pixels.shape[3])
     return Training(images.pixels, settings, augmentation, group.device(settings.device), on_notice, group)
 

@@ -98,6 +98,34 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     return plans
 
 
+def usual_batch_size(n_images: int) -> int:
+    return max(32, min(256, n_images // STEPS_AN_EPOCH))
+
+
+def plan_batches(n_images: int, batch_size: int) -> tuple[int, int]:
+    """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2."""
+    n_batches = min(math.ceil(n_images / batch_size), n_images // 2)
+    return n_batches, math.ceil(n_images / n_batches)
+
+
+def check_shares(settings: Settings, n_images: int, group: Group) -> None:
+    """Raise InputError where a run cannot be shared by so many processes."""
+    if group.alone:
+        return
+    n = plan_batches(n_images, settings.batch_size or usual_batch_size(n_images))[1]
+    fewest = 2 if settings.batch_norm == "local" else 1  # batch norm of one image is 0
+    if n // group.size < fewest:
+        raise InputError(
+            f"{group} for batches of {n} images, which leaves a process {n // group.size}; expected at least {fewest} "
+            "for each. Start fewer processes, or choose a larger --batch-size."
+        )
+    if settings.batch_norm_groups > 1:
+        raise InputError(
+            f"batch_norm_groups={settings.batch_norm_groups} with {group}: expected 1. With --batch-norm local "
+            "the part of each process is a group of its own."
+        )
+
+
 class Training:
     """A run in progress. ``run_epoch`` until ``epoch == settings.epochs``."""
 
@@ -116,9 +144,8 @@ class Training:
         self.epoch = 0
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
-        self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
+        self.batch_size = settings.batch_size or usual_batch_size(self.n_images)
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
-        self._check_group()
         with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, self.image_shape, self.n_images)
         self._local_norms = not group.alone and settings.batch_norm == "local"
@@ -141,24 +168,6 @@ class Training:
         self.engine = Engine(device, settings.epochs * self.n_images, settings.compile, on_notice)
         self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
         self._prepare_engine()
-
-    def _check_group(self) -> None:
-        """Raise InputError where this run cannot be shared by so many processes."""
-        group, settings = self.group, self.settings
-        if group.alone:
-            return
-        n_images, n = self._batches()[1], group.bounds(self._batches()[1], 0)[1]
-        fewest = 2 if settings.batch_norm == "local" else 1  # batch norm of one image is 0
-        if n < fewest:
-            raise InputError(
-                f"{group} for batches of {n_images} images, which leaves a process {n}; expected at least {fewest} "
-                "for each. Start fewer processes, or choose a larger --batch-size."
-            )
-        if settings.batch_norm_groups > 1:
-            raise InputError(
-                f"batch_norm_groups={settings.batch_norm_groups} with {group}: expected 1. With --batch-norm local "
-                "the part of each process is a group of its own."
-            )
 
     def _prepare_engine(self) -> None:
         """What of a step is compiled, where the engine compiles."""
@@ -222,8 +231,7 @@ class Training:
 
     def _batches(self) -> tuple[int, int]:
         """Number of batches in an epoch, and of images in each."""
-        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
-        return n_batches, math.ceil(self.n_images / n_batches)
+        return plan_batches(self.n_images, self.batch_size)
 
     def _not_finite(self, what: str) -> TrainingError:
         rate = self.settings.learning_rate

@@ -58,7 +58,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         run_command(parse(argv), argv)
     except SemclustError as error:
-        end(f"semclust: {error}", error=error)
+        end(f"semclust: {error}")
     except KeyboardInterrupt:
         end("\nInterrupted.", INTERRUPTED)
     except BrokenPipeError:  # the reader of our output has gone, as in `semclust --help | head`

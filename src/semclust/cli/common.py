@@ -31,17 +31,17 @@ class FitSettings(Settings):
     """Number of clusters C."""
 
 
-def end(message: str, status: int = 1, error: BaseException | None = None) -> NoReturn:
+def end(message: str, status: int = 1) -> NoReturn:
     """Tell the message and exit. Of several processes that end together, one tells it."""
-    if not several_processes() or may_tell(error):
-        print(message, file=sys.stderr)
+    if not several_processes() or may_tell():
+        print(message, file=sys.stderr, flush=True)
     raise SystemExit(status) from None
 
 
-def may_tell(error: BaseException | None) -> bool:
+def may_tell() -> bool:
     from semclust import distributed
 
-    return distributed.may_tell(error)
+    return distributed.may_tell()
 
 
 def several_processes() -> bool:

@@ -68,7 +68,7 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
         images = group.in_turn(lambda: open_images(plan.data, size=plan.settings.image_size, on_image=on_image))
     if plan.labels:
         images.labels = group.from_first(lambda: read_labels(str(plan.labels), images.names))
-    run, settings = group.from_first(partial(open_run, command, plan, images, same_images(images, group)))
+    run, settings = group.from_first(partial(open_run, command, plan, images, group, same_images(images, group)))
     if plan.run is None and run.checkpoint.exists():
         console.print(f"going on with {printable(str(run.path))}, which this job began", markup=False)
     if images.skipped:
@@ -82,7 +82,7 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
     except KeyboardInterrupt:
         end(f"\nInterrupted. {go_on}", INTERRUPTED)
     except GroupError as error:
-        raise GroupError(f"{error} {go_on}") from error
+        raise GroupError(f"{error} Where torchrun does not restart the job: {go_on[0].lower()}{go_on[1:]}") from error
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
@@ -126,7 +126,7 @@ def plan_of_resumed(command: Fit, argv: list[str], console: "Console") -> Plan:
         raise InputError(f"{run.path / 'config.json'} lacks {error}; restore it from a copy, or fit again.") from None
 
 
-def open_run(command: Fit, plan: Plan, images: "Images", seen: str) -> "tuple[RunFolder, Settings]":
+def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: str) -> "tuple[RunFolder, Settings]":
     """The folder of the run, and its settings. ``seen``: fingerprint of the images."""
     from semclust import distributed, fitting
     from semclust.run_folder import RunFolder
@@ -138,7 +138,7 @@ def open_run(command: Fit, plan: Plan, images: "Images", seen: str) -> "tuple[Ru
                 f"The images of {plan.data!r} are not those that {run.path} began with. Restore them, or fit anew."
             )
     else:
-        fitting.check_suits(images, plan.settings)
+        fitting.check_suits(images, plan.settings, group)
         config = {"data": plan.data, "labels": plan.labels, "fingerprint": seen, "settings": to_json(plan.settings)}
         job = distributed.job_name()
         run = RunFolder.of_job(command.out, job, config, distributed.restarts() > 0) if job else None
