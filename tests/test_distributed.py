@@ -18,6 +18,7 @@ import semclust.predictor
 from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from ranks import environment, free_port, in_ranks
 from semclust import assigning, fitting
+from semclust.cli import main
 from semclust.config import Settings
 from semclust.data import stream_images
 from semclust.distributed import ALONE, Group, checksum, from_environment, job_name, synchronise_batch_norm
@@ -129,8 +130,8 @@ def settings_of(case: str) -> Settings:
     return tiny(epochs=4, batch_size=17, **CASES[case])  # a batch that two do not share evenly
 
 
-def fit_case(group: Group, settings: Settings) -> tuple:
-    fitted = fitting.fit(make_images(50), settings, group=group)
+def fit_case(group: Group, settings: Settings, n_images: int = 50) -> tuple:
+    fitted = fitting.fit(make_images(n_images), settings, group=group)
     return [row["loss"] for row in fitted.history], fitted.p, fitted.q
 
 
@@ -139,7 +140,7 @@ def dim(x: torch.Tensor) -> torch.Tensor:
     return x * torch.rand(len(x), 1, 1, 1)
 
 
-def work_of_rank(group: Group) -> dict:
+def work_of_rank(group: Group, to_assign: list[tuple[str, str]]) -> dict:
     """All that is looked at below, in one start of the processes."""
     result: dict = {case: fit_case(group, settings_of(case)) for case in CASES}
     for name, changes in (("local", LOCAL), ("own-views", dict(augment=dim, **EARLY))):
@@ -149,8 +150,9 @@ def work_of_rank(group: Group) -> dict:
         state = {key: value for key, value in training.state().items() if value.is_floating_point()}
         result[name] = {key: checksum([value.float()]) for key, value in state.items()}
         result[f"{name}-y"] = {key: task.y.tolist() for key, task in training.learner.tasks.items()}
-    result["groups"] = fit_case(group, grouped(batch_norm="local"))[0]
+    result["groups"] = fit_case(group, grouped(batch_norm="local"), 48)[0]
     result["norms"] = [normalised(group, *case) for case in NORMS]
+    result["assigned"] = [assign_in_pieces(group, data, out) for data, out in to_assign]
     return result
 
 
@@ -159,8 +161,8 @@ def grouped(**changes) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict]:
-    return in_ranks(2, work_of_rank)
+def ranks(sources: Path) -> list[dict]:
+    return in_ranks(2, work_of_rank, to_assign(sources, "two"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -183,9 +185,9 @@ def test_all_ranks_hold_the_same_state(name: str, ranks: list[dict]):
 
 def test_local_batch_norm_is_that_of_groups_in_one_process(ranks: list[dict]):
     """With the keys shuffled alike. Running statistics differ, so the first epoch is compared."""
-    losses = fit_case(ALONE, grouped(batch_norm_groups=2))[0]
+    losses = fit_case(ALONE, grouped(batch_norm_groups=2), 48)[0]
     np.testing.assert_allclose(ranks[0]["groups"], losses, rtol=LOSSES_WITHIN)
-    with_all = fit_case(ALONE, grouped())[0]
+    with_all = fit_case(ALONE, grouped(), 48)[0]
     assert abs(with_all[0] - losses[0]) > 100 * LOSSES_WITHIN  # so that the comparison says something
 
 
@@ -261,39 +263,39 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
-def assign_all(group: Group, cases: list[tuple[str, str]]) -> list[tuple]:
-    return [assign_in_pieces(group, data, out) for data, out in cases]
-
-
-def test_shared_prediction_writes_the_bytes_of_one_process(tmp_path: Path):
-    pixels = noisy_groups(38, channels=3)
-    photos = save_images(tmp_path / "photos", pixels)
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Path:
+    folder, pixels = tmp_path_factory.mktemp("sources"), noisy_groups(38, channels=3)
+    photos = save_images(folder / "photos", pixels)
     for broken in (3, 4, 5, 6, 7, 8, 31):
         (photos / f"{broken:02}.png").write_bytes(b"no image")
-    ruined = save_images(tmp_path / "ruined", pixels[:20])
+    ruined = save_images(folder / "ruined", pixels[:20])
     for broken in range(6, 20):
         (ruined / f"{broken:02}.png").write_bytes(b"no image")
-    np.savez(tmp_path / "rows.npz", images=pixels, labels=np.arange(38) % 4)
-    np.save(tmp_path / "floats.npy", noisy_groups(13, size=9, channels=3) / 255)
-    save_images(tmp_path / "few", pixels[:2])
-    sources = ["photos", "ruined", "rows.npz", "floats.npy", "few"]
+    np.savez(folder / "rows.npz", images=pixels, labels=np.arange(38) % 4)
+    np.save(folder / "floats.npy", noisy_groups(13, size=9, channels=3) / 255)
+    save_images(folder / "few", pixels[:2])
+    return folder
 
-    def cases(kind: str) -> list[tuple[str, str]]:
-        made = [(str(tmp_path / source), str(tmp_path / kind / source)) for source in sources]
-        for _, out in made:
-            Path(out).mkdir(parents=True)
-        return made
 
-    alone = [assign_in_pieces(ALONE, *case) for case in cases("one")]
-    shared = in_ranks(3, assign_all, cases("three"))
-    one_folder, three_folder = str(tmp_path / "one"), str(tmp_path / "three")
-    assert [tuple(str(item).replace(three_folder, one_folder) for item in each) for each in shared[0]] == [
-        tuple(map(str, each)) for each in alone
-    ]
+def to_assign(sources: Path, kind: str) -> list[tuple[str, str]]:
+    """Data, and the folder for what is found about it."""
+    names = ("photos", "ruined", "rows.npz", "floats.npy", "few")
+    made = [(str(sources / name), str(sources / kind / name)) for name in names]
+    for _, out in made:
+        Path(out).mkdir(parents=True)
+    return made
+
+
+def test_shared_prediction_writes_the_bytes_of_one_process(sources: Path, ranks: list[dict]):
+    alone = [assign_in_pieces(ALONE, *case) for case in to_assign(sources, "one")]
+    one_folder, two_folder = str(sources / "one"), str(sources / "two")
+    shared = [tuple(str(item).replace(two_folder, one_folder) for item in each) for each in ranks[0]["assigned"]]
+    assert shared == [tuple(map(str, each)) for each in alone]
     assert "14 of 20 images cannot be read" in alone[1][0]
     assert alone[2][3]["acc"] > 0
-    one, three = tree(tmp_path / "one"), tree(tmp_path / "three")
-    assert one == three
+    one, two = tree(sources / "one"), tree(sources / "two")
+    assert one == two
     assert {"photos/table.csv", "photos/table-skipped.csv", "rows.npz/table-embeddings.npy"} <= set(one)
 
 
@@ -427,10 +429,13 @@ def test_an_error_ends_all_processes_with_one_message(arguments: list[str], mess
     assert "Traceback" not in told
 
 
-def test_other_commands_run_in_one_process():
-    ended = called([sys.executable, "-m", "semclust", "merge", "runs/photos", "1", "2"], WORLD_SIZE="2", RANK="0")
-    assert ended.returncode == 1
-    assert "without torchrun" in ended.stderr
+def test_other_commands_run_in_one_process(monkeypatch, capsys):
+    for name, value in environment(0, 2, free_port()).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", "runs/photos", "1", "2"])
+    assert ended.value.code == 1
+    assert "without torchrun" in capsys.readouterr().err
 
 
 # ---- whose run it is ---------------------------------------------------------------------------------------------
