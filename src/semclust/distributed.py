@@ -179,28 +179,26 @@ class Group:
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         with gone():
             dist.all_gather(parts, padded.contiguous())
-        return self._joined(parts, n)
+        bounds = (self.bounds(n, rank) for rank in range(self.size))
+        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)])
 
     def gather_to_first(self, x: Tensor, n: int, at_once: int = 1) -> Tensor:
         """The same on the first rank alone; elsewhere x without any row. ``at_once``: as in ``bounds``."""
         if self.alone:
             return x
-        parts = [x.new_empty(stop - start, *x.shape[1:]) for start, stop in self._all_bounds(n, at_once)]
-        with gone():
-            if not self.first:
-                if len(x):
+        if not self.first:
+            if len(x):
+                with gone():
                     dist.send(x.contiguous(), 0)
-                return x[:0]
-            for rank, part in enumerate(parts[1:], 1):
-                if len(part):
-                    dist.recv(part, rank)
-        return torch.cat([x, *parts[1:]])
-
-    def _joined(self, parts: Sequence[Tensor], n: int) -> Tensor:
-        return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, self._all_bounds(n), strict=True)])
-
-    def _all_bounds(self, n: int, at_once: int = 1) -> list[tuple[int, int]]:
-        return [self.bounds(n, rank, at_once) for rank in range(self.size)]
+            return x[:0]
+        whole = x.new_empty(n, *x.shape[1:])
+        whole[: len(x)] = x
+        with gone():
+            for rank in range(1, self.size):
+                start, stop = self.bounds(n, rank, at_once)
+                if start < stop:
+                    dist.recv(whole[start:stop], rank)
+        return whole
 
     def share(self, tensors: Sequence[Tensor]) -> None:
         """Give every rank the first one's values, in place."""

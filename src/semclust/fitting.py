@@ -92,7 +92,7 @@ def _fit(images: Images, settings: Settings, watcher: Watcher, run: RunFolder | 
 
     while training.epoch < settings.epochs:
         row, p = training.run_epoch(watcher.step)
-        if images.labels is not None:
+        if images.labels is not None and group.first:
             clustered = not math.isnan(row["score"])
             found = metrics.evaluate(p.argmax(1).cpu().numpy(), images.labels) if clustered else {}
             row |= dict.fromkeys(metrics.FIGURES, math.nan) | found

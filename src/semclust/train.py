@@ -165,7 +165,12 @@ class Training:
         for parameter in self.trained:  # as SGD would at the first step, but there from the start to be saved
             self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
-        self.engine = Engine(device, settings.epochs * self.n_images, settings.compile, on_notice)
+        self.engine = Engine(device, settings.epochs * self.n_images, settings.compile and group.alone, on_notice)
+        if settings.compile and not group.alone and device.type == "cuda":
+            on_notice(
+                "Steps that several processes share are not recorded or compiled yet: for small images one GPU may be "
+                "as fast as several."
+            )
         self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
         self._prepare_engine()
 
@@ -447,8 +452,7 @@ class Training:
         group = self.group
         if group.alone:
             return self._renew_labels(h, q)
-        if self.settings.classifier_input == "pooled":  # else nothing sees h
-            h = group.gather_to_first(h, self.n_images)
+        h = group.gather_to_first(h, self.n_images)
         q = {name: group.gather_to_first(x, self.n_images) for name, x in q.items()}
         figures, p = self._renew_labels(h, q) if group.first else ({}, h[:0])
         group.share([*self.learner.task_modules.parameters(), *self.learner.task_modules.buffers()])
@@ -522,7 +526,9 @@ class Training:
 
     @torch.no_grad()
     def features(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation."""
+        """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation. Where the
+        classifier does not see h, that has no columns: it would take four times the memory of q."""
+        pooled = self.settings.classifier_input == "pooled"
         encode = self.learner.encoder.eval().folded() or self._encode
         hs, qs = [], []
         start, stop = self.group.bounds(self.n_images)
@@ -530,7 +536,7 @@ class Training:
         for part in self._images_from(start, stop):
             with self.precision:
                 h, q = encode(in_unit_range(part))
-            hs.append(h)
+            hs.append(h if pooled else h.new_empty(len(h), 0))
             qs.append(q)
         return (
             torch.cat(hs)[:n_images],
