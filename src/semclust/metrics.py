@@ -99,6 +99,11 @@ def complaints(row: dict[str, Any], settings: Settings) -> list[str]:
             f"One cluster holds more than {GIANT_CLUSTER:.0%} of the images. If the groups are not that uneven, try "
             f"{' and '.join(advice)}."
         )
+    if row.get("skipped_steps"):
+        found.append(
+            "Steps whose loss or gradient was not finite were skipped; metrics.csv counts them (skipped_steps). Should "
+            f"there be many, try a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})."
+        )
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.epochs and empty:
         left = settings.n_clusters - empty

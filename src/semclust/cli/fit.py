@@ -11,7 +11,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from semclust.cli.common import INTERRUPTED, FitSettings, absolute, end, own_name, reading
 from semclust.config import Settings, check, from_json, to_json, values
-from semclust.errors import InputError, TrainingError
+from semclust.errors import InputError, StoppedError, TrainingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -90,18 +90,27 @@ def run(command: Fit, argv: list[str], console: "Console") -> None:
         told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
         console.print(printable(told), style="yellow", markup=False, highlight=False)
 
+    again = f"Go on with: {own_name()} fit --resume {run.path}"
     try:
         with contextlib.closing(Display(console)) as display:
             fitted = fitting.fit(images, settings, display, run)
+        summary = fitting.summarise(fitted, images)
+        groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
+        fitted.predictor.save(run.model)
+        run.write_results(images.names, fitted.p, fitted.q, summary, groups)
+    except StoppedError as stopped:
+        end(f"{stopped} {again}", stopped.status)
     except KeyboardInterrupt:
-        end(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", INTERRUPTED)
+        end(f"\nInterrupted. {again}", INTERRUPTED)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(
+            f"{error}. The run folder is whole up to its last checkpoint. Look after the disk and its space. {again}"
+        ) from error
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
-    summary = fitting.summarise(fitted, images)
-    groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
-    fitted.predictor.save(run.model)
-    run.write_results(images.names, fitted.p, fitted.q, summary, groups)
     if groups.steps:  # of a run that had finished before
         show_groups(console, groups, groups.sizes(groups.apply(fitted.p)))
     else:
