@@ -169,16 +169,16 @@ class Fitting:
         began = time.monotonic()
         self.tell_failure(self.writer.settle())
         self.check_images()
+        first = not self.run.checkpoint.exists()
         if self.training.is_finite():  # what is not would not be a good one to go back to
-            first = not self.run.checkpoint.exists()
             state = on_host(self.training.state())
             state["metrics"] = as_bytes(metrics_csv(self.history) if self.history else "")
             self.writer.write(state, self.training.epoch, self.seconds_before + began - self.started)
-            if first:  # until there is one, a run that is killed has nothing to go back to
-                self.tell_failure(self.writer.settle())
-        self.kept = (self.training.epoch, self.training.step)
+            self.kept = (self.training.epoch, self.training.step)
         self.last_checkpoint = time.monotonic()
         self.waited = self.last_checkpoint - began
+        if first:  # until there is one, a run that is killed has nothing to go back to
+            self.tell_failure(self.writer.settle())
 
     def tell_failure(self, failure: OSError | None) -> None:
         if failure is not None:
