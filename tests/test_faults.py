@@ -25,7 +25,9 @@ from safetensors.torch import save
 
 from conftest import RESULTS, TinyBackbone, make_images, save_images, tiny
 from semclust import fitting, storage
+from semclust.cli import main
 from semclust.data import open_images
+from semclust.display import Display
 from semclust.errors import DamagedFileError, InputError, StoppedError
 from semclust.fitting import Watcher
 from semclust.run_folder import RunFolder
@@ -679,3 +681,58 @@ def test_a_checkpoint_of_another_version_says_which(run):
     write_tensors(run.checkpoint, {"w": torch.ones(1)}, {"format": 9, "semclust": "7.5", "epoch": 3})
     with pytest.raises(DamagedFileError, match=r"last\.ckpt has format 9, written by semclust 7\.5"):
         finish(run)
+
+
+@pytest.mark.parametrize("step", [3, 4])  # of 2 an epoch
+@pytest.mark.parametrize("asked, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_command_says_how_to_go_on(tmp_path, monkeypatch, capsys, asked, status, step):
+    folder = save_images(tmp_path / "photos", images().pixels)
+    flags = ["-k", "3", "--epochs", "3", "--width", "2", "--device", "cpu", "--no-report", "--image-size", "8"]
+    monkeypatch.chdir(tmp_path)
+    left = [step, step - 2]
+
+    def step(self, n_images):
+        show(self, n_images)
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), asked)
+
+    show = Display.step
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "step", step)
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", str(folder), *flags])
+    assert ended.value.code == status
+    said = capsys.readouterr().err
+    assert f"Stopped by {asked.name} after" in said and "semclust fit --resume runs/photos" in said
+    main(["fit", "--resume", "runs/photos", "--no-report"])
+    assert f"resuming after epoch 1 and {left[1]} of 2 steps" in capsys.readouterr().out
+    main(["fit", str(folder), *flags])
+    first, second = (RunFolder(tmp_path / "runs" / name) for name in ("photos", "photos-2"))
+    assert all_bytes(first) == all_bytes(second)
+
+
+@pytest.mark.parametrize("full", [".summary.json", ".embeddings.npy", "model/.model.safetensors"])
+def test_a_disk_that_is_full_when_results_are_written_is_told_with_the_way_on(tmp_path, monkeypatch, capsys, full):
+    """A real refusal: what is written to /dev/full meets a full disk."""
+    folder = save_images(tmp_path / "photos", images().pixels)
+    flags = ["-k", "3", "--epochs", "2", "--width", "2", "--device", "cpu", "--no-report", "--image-size", "8"]
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "runs" / "photos")
+
+    def fill_up(self, row):
+        part = run.path / f"{full}.{os.getpid()}.part"
+        part.parent.mkdir(exist_ok=True)
+        if not part.is_symlink():
+            part.symlink_to("/dev/full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Display, "epoch", fill_up)
+        with pytest.raises(SystemExit) as ended:
+            main(["fit", str(folder), *flags])
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "semclust fit --resume runs/photos" in said
+    main(["fit", "--resume", "runs/photos", "--no-report"])
+    main(["fit", str(folder), *flags])
+    assert all_bytes(run) == all_bytes(RunFolder(tmp_path / "runs" / "photos-2"))

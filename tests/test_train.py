@@ -1090,7 +1090,7 @@ def test_one_giant_cluster_is_told():
     listener = Listener()
     settings = tiny(backbone=Collapsed(), epochs=6, min_cluster_size=0.0, **FROM_THE_START)
     fitted = fitting.fit(make_images(), settings, listener)
-    assert any("One cluster holds more than 80%" in message for message in listener.heard)
+    assert any("One cluster holds 100%" in message for message in listener.heard)
     assert any("3 of 4 clusters are empty" in message for message in listener.heard)
     assert (fitted.labels == 0).all()
 

@@ -87,6 +87,7 @@ class Fitting:
         self.file = mapped_file(images.pixels)
         self.history: list[dict[str, Any]] = []
         self.warnings: list[str] = []
+        self.complained: set[str] = set()
         self.writer = CheckpointWriter(run) if run is not None else None
         self.started, self.seconds_before = time.monotonic(), 0.0  # of training, before an interruption
         self.last_checkpoint, self.waited = self.started, 0.0
@@ -143,11 +144,13 @@ class Fitting:
             self.watcher.warn(message)
 
     def complain(self, row: dict[str, Any], aloud: bool = True) -> None:
-        for message in metrics.complaints(row, self.settings):
-            if aloud:
-                self.warn(message)
-            elif message not in self.warnings:
+        """Warn of what is wrong with an epoch; of each thing once, in the first epoch that it is seen in."""
+        for what, message in metrics.complaints(row, self.settings).items():
+            if what not in self.complained:
+                self.complained.add(what)
                 self.warnings.append(message)
+                if aloud:
+                    self.watcher.warn(message)
 
     # ---- checkpoints -----------------------------------------------------------------------------
 
