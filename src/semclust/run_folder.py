@@ -17,6 +17,7 @@ import contextlib
 import csv
 import io
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -130,7 +131,10 @@ class RunFolder:
 
         try:
             with open(self.metrics, newline="", encoding="utf-8") as file:
-                return [{name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+                rows = list(csv.DictReader(file))
+            if any(None in row or None in row.values() for row in rows):
+                raise ValueError("a row is longer or shorter than the first")
+            return [{name: value(name, cell) for name, cell in row.items()} for row in rows]
         except (TypeError, ValueError, csv.Error) as error:
             raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
 
@@ -196,9 +200,10 @@ class RunFolder:
 
     def read_seconds(self) -> float:
         try:
-            return float(read_json(self.path / "time.json")["seconds"])
-        except (DamagedFileError, KeyError, TypeError, ValueError):
+            seconds = float(read_json(self.path / "time.json")["seconds"])
+        except (DamagedFileError, KeyError, OverflowError, TypeError, ValueError):
             return 0.0  # a time is not worth an error
+        return seconds if 0 <= seconds < math.inf else 0.0
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

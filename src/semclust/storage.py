@@ -224,6 +224,15 @@ def load_into(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -
         ) from error
 
 
+def check_shapes(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path) -> None:
+    """Raise where ``load_into`` would, without a value of ``module``."""
+    expected = {name: value.shape for name, value in module.state_dict().items()}
+    given = {name: value.shape for name, value in as_state(tensors, module).items()}
+    if expected != given:
+        differs = next(name for name in {**expected, **given} if expected.get(name) != given.get(name))
+        raise DamagedFileError(f"{path} does not fit the settings beside it ({differs}). {NEXT_STEP}.")
+
+
 def as_state(tensors: dict[str, Tensor], module: torch.nn.Module) -> dict[str, Tensor]:
     """A state for ``module``, with the versions of its parts' formats: without them a batch norm expects a count
     of batches. Few here keep one, so those of earlier files are left out."""
