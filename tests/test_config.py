@@ -133,7 +133,7 @@ def test_every_setting_but_the_device_refuses_something():
 @pytest.mark.parametrize(
     "name, value, expected",
     [
-        ("n_clusters", 1, "at least 2"),
+        ("n_clusters", 1, "from 2 to 1000000"),
         ("n_clusters", 2.5, "a whole number"),
         ("momentum", 1.5, "from 0 to 1"),
         ("image_size", 2000, "from 4 to 1024"),

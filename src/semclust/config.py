@@ -33,7 +33,7 @@ def setting(default: Any, low: float | None = None, high: float | None = None, k
 class Settings:
     """How to learn. The defaults are what works best so far; `preset("paper")` is the paper."""
 
-    n_clusters: int = setting(10, low=2, kw_only=False)
+    n_clusters: int = setting(10, low=2, high=1_000_000, kw_only=False)
     """Number of clusters C."""
 
     # ---- how long and how fast ----------------------------------------------------------------
@@ -59,13 +59,13 @@ class Settings:
     backbone: Backbone = "auto"
     """Network under the projection: resnet10, resnet18, resnet34; in Python also your own nn.Module.
     auto: resnet18, and resnet10 for images under 32 px."""
-    width: int | None = setting(None, low=1)
+    width: int | None = setting(None, low=1, high=4096)
     """Channels of the ResNet's first stage. None: 64, and fewer for images under 32 px."""
     max_pool: bool = False
     """Halve the resolution after the stem, as IIC and PICA do."""
     sobel: bool = False
     """Feed the network edges in place of colours, as PICA does."""
-    projection_dim: int = setting(128, low=2)
+    projection_dim: int = setting(128, low=2, high=65_536)
     """Dimension d of a representation q."""
     projection_norm: bool = True
     """Batch norm inside the projection."""
@@ -221,4 +221,7 @@ def check(settings: Settings) -> None:
 
 
 def _is_number(value: Any, whole: bool) -> bool:
-    return isinstance(value, numbers.Integral if whole else numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Integral if whole else numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False

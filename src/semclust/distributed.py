@@ -166,9 +166,18 @@ class Group:
         for x, total in zip(tensors, flat.split([x.numel() for x in tensors]), strict=True):
             x.copy_(total.view_as(x))
 
-    def all_true(self, x: Tensor) -> bool:
-        """Whether ``x`` (one boolean) is true on every rank."""
-        return bool(self.sum((~x).long()) == 0)
+    def all_true(self, own: bool) -> bool:
+        """Whether it is true on every rank."""
+        return own if self.alone else int(self.sum(torch.tensor(int(not own)))) == 0
+
+    def highest(self, own: int) -> int:
+        """The highest number of any rank."""
+        if self.alone:
+            return own
+        found = torch.tensor(own)
+        with gone():
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
 
     def gather(self, x: Tensor, n: int) -> Tensor:
         """All rows, of which every rank has its ``part`` x, on every rank. ``n``: their number."""

@@ -1,8 +1,8 @@
 """The training loop: joint learning of several tasks, one epoch at a time (Section 3.2).
 
 An epoch is: steps over all images in random order, then the renewal of every label. All that training
-changes lies in ``Training.learner`` and ``Training.optimiser``; every epoch seeds its own random
-numbers, so a run can stop after any epoch and go on as if it had not.
+changes is in ``Training.state()``, and every epoch seeds its own random numbers, so a run can stop after any
+step and go on as if it had not.
 
 Several processes (``distributed.Group``) hold the same learner and know the same batches; each works on its part of
 every batch. What is said of a batch here holds for the part, but for ``index``, the numbers of the whole batch.
@@ -13,7 +13,7 @@ Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representatio
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,10 +27,10 @@ from semclust.augment import Augmentation, RandomView
 from semclust.backbones import build_backbone, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
-from semclust.devices import mixed_precision, own_random_numbers
+from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
 from semclust.distributed import ALONE, Group, checksum, synchronise_batch_norm
 from semclust.engine import Engine, fast_kernels
-from semclust.errors import DamagedFileError, InputError, TrainingError
+from semclust.errors import DamagedFileError, InputError, NotFiniteError
 from semclust.loader import choose_loader
 from semclust.model import ClusterTask, Encoder, TaskPlan, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
@@ -41,6 +41,10 @@ MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys,
 INFERENCE_BATCH = 1024
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
+SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
+LOOK_EVERY = 100  # steps, for such: to look is to wait for the device
+
+Keys = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # numbers of images, their q and their k
 
 
 class Learner(nn.Module):
@@ -141,7 +145,14 @@ class Training:
         """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
         self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
         self.precision = mixed_precision(device)
-        self.epoch = 0
+        self.on_notice = on_notice
+        self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done
+        self.losses = torch.zeros(0, 3)  # of those steps: L, L_ID, L_CD
+        self.skipped_before = 0  # steps in a row, up to the beginning of this epoch
+        self.rate_factor = 1.0  # what the learning rate was lowered by
+        self.parts = 1  # in which a step goes through the network, where a GPU has too little memory
+        self.inference_batch = INFERENCE_BATCH
+        self._random_state: list[Tensor] = []  # to go on from within an epoch
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
         self.batch_size = settings.batch_size or usual_batch_size(self.n_images)
@@ -189,17 +200,19 @@ class Training:
     # ---- one epoch -------------------------------------------------------------------------------
 
     def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Tensor]:
-        """Train for one epoch and renew the labels. Returns the row of figures, and the classifier's
-        probabilities p of all images without augmentation (N x C)."""
+        """Train for one epoch, or the rest of one, and renew the labels. Returns the row of figures, and the
+        classifier's probabilities p of all images without augmentation (N x C).
+
+        on_step: called after each step with its number of images, and with 0 while the labels are renewed. ``state()``
+        is whole there, and an exception that is raised there ends the epoch."""
         with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step)
             self._agree()
-            h, q = self.features()
-            finite = torch.stack([tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)]).all()
-            if not self.group.all_true(finite):
+            h, q = self.features(lambda: on_step(0))
+            if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
-            self.epoch += 1
+            self.epoch, self.step = self.epoch + 1, 0
             figures, p = self._renew_labels_of_all(h, q)
         return row | figures, p
 
@@ -207,22 +220,47 @@ class Training:
         self._begin_steps()
         order = self._order()
         steps = len(order)
-        losses = torch.zeros(steps, 3, device=self.device)
-        for step, x in enumerate(self.images.batches(self.group.part(order, 1).unbind())):
-            rate = self.learning_rate(self.epoch + step / steps)
-            losses[step] = self._step(x, order[step], rate)
-            on_step((step + 1) * self.n_images // steps - step * self.n_images // steps)
-        self.group.sum(losses)
-        finite = losses.isfinite().all(1)
-        if not finite.all():
-            bad = int((~finite).nonzero()[0, 0])
-            raise self._not_finite(f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {steps}")
-        loss, l_id, l_cd = losses.mean(0).tolist()
-        return {"learning_rate": rate, "loss": loss, "loss_id": l_id, "loss_cd": l_cd}
+        if not self.step:
+            self.losses = torch.zeros(steps, 3, device=self.device)
+        elif self._random_state:
+            set_random_state(self._random_state, self.device)
+            self._random_state = []
+        if self.step < steps:
+            for x in self.images.batches(self.group.part(order[self.step :], 1).unbind()):
+                rate = self.learning_rate(self.epoch + self.step / steps)
+                self.losses[self.step] = self._step(x, order[self.step], rate)
+                self.step += 1
+                if self.step % LOOK_EVERY == 0:
+                    self._skipped_steps()
+                on_step(self.step * self.n_images // steps - (self.step - 1) * self.n_images // steps)
+        skipped, self.skipped_before = self._skipped_steps()
+        loss, l_id, l_cd = self.losses[self.losses.isfinite().all(1)].mean(0).tolist()
+        return {
+            "learning_rate": self.learning_rate(self.epoch + (steps - 1) / steps),
+            "loss": loss,
+            "loss_id": l_id,
+            "loss_cd": l_cd,
+            "skipped_steps": skipped,
+        }
+
+    def _skipped_steps(self) -> tuple[int, int]:
+        """How many steps of this epoch were not finite, and how many of them are the last in a row."""
+        spoiled = (~self.losses[: self.step].isfinite().all(1)).tolist()
+        in_a_row = self.skipped_before
+        for step, bad in enumerate(spoiled, 1):
+            in_a_row = in_a_row + 1 if bad else 0
+            if in_a_row >= SKIPPED_IN_A_ROW:
+                raise self._not_finite(
+                    f"The loss or its gradient was not finite {in_a_row} times in a row, at last at step {step}"
+                )
+        return sum(spoiled), in_a_row
 
     def _begin_steps(self) -> None:
         self.learner.train()
         phase = tuple(name for name, task in self.learner.tasks.items() if self.learns(task))
+        # What a network keeps besides its weights, such as the means of batch norm, in training and in its twin.
+        kept = [*self.learner.encoder.buffers(), *(self.learner.twin.buffers() if self.learner.twin else [])]
+        self._statistics = [buffer for buffer in kept if buffer.is_floating_point()]
         if phase != self._phase:  # another set of tasks is another step to record
             self._phase = phase
             self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
@@ -238,16 +276,14 @@ class Training:
         """Number of batches in an epoch, and of images in each."""
         return plan_batches(self.n_images, self.batch_size)
 
-    def _not_finite(self, what: str) -> TrainingError:
-        rate = self.settings.learning_rate
-        return TrainingError(
-            f"{what} in epoch {self.epoch + 1}. Lower the learning rate (now {rate}), for example to {rate / 3:.2g}."
-        )
+    def _not_finite(self, what: str) -> NotFiniteError:
+        return NotFiniteError(f"{what} of epoch {self.epoch + 1}.")
 
     def learning_rate(self, epoch: float) -> float:
         """Cosine decay over all epochs, after a linear rise."""
         rise = min(1.0, (epoch + 1e-2) / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
-        return self.settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
+        fall = 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
+        return self.rate_factor * self.settings.learning_rate * rise * fall
 
     def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
         """One optimiser step on the batch ``index``: L, L_ID, L_CD. x: its images (n x c x H x W bytes)."""
@@ -261,7 +297,15 @@ class Training:
             x = in_unit_range(x)
             with self._numbers_of_rank():
                 views = torch.cat([self.augmentation(x), self.augmentation(x)])
-        return self._learn(views, index)
+        while True:
+            try:
+                return self._learn(views, index)
+            except torch.OutOfMemoryError:
+                # The halves would be single images, of which batch norm learns nothing; and of several processes the
+                # others wait in the middle of this step.
+                if len(index) < 4 * self.parts or not self.group.alone:
+                    raise
+            self._halve(len(index))  # here, where the error no longer holds what the step had computed
 
     @contextlib.contextmanager
     def _numbers_of_rank(self) -> Iterator[None]:
@@ -273,6 +317,20 @@ class Training:
         with own_random_numbers(drawn, self.group.rank, self.device):
             yield
 
+    def _halve(self, n: int) -> None:
+        """Let steps of n images go through the network in twice as many parts."""
+        self.parts *= 2
+        self.optimiser.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._phase = None  # to be recorded anew
+        self._begin_steps()
+        self.on_notice(
+            f"The device is out of memory: each step of {n} images now goes in {self.parts} parts, whose gradients are "
+            f"added up. Batch norm and the weights of hard samples see one part at a time. A batch_size of "
+            f"{n // 2}, or a smaller image_size, would do without."
+        )
+
     def _two_views(self, x: Tensor, u: Tensor) -> Tensor:
         """2n views, by the random numbers u, of n images."""
         assert isinstance(self.augmentation, RandomView)
@@ -280,36 +338,59 @@ class Training:
         return self.augmentation.by(torch.cat([x, x]), u)
 
     def _learn_from(self, active: tuple[str, ...], views: Tensor, index: Tensor) -> Tensor:
-        """Learn the tasks ``active`` from two views of each image, the first n and the second n."""
-        query, key = views.chunk(2)
+        """Learn the tasks ``active`` from two views of each image, the first n and the second n.
+
+        Whether all is finite is decided on the device, which the host does not wait for; if not, nothing is learned
+        and the losses are NaN."""
+        statistics = torch.cat([buffer.flatten() for buffer in self._statistics])
+        self.optimiser.zero_grad()
+        losses = torch.zeros(3, device=self.device)
+        keys: list[Keys] = []
         own = self.group.part(index)
+        split = (part.tensor_split(self.parts) for part in (*views.chunk(2), own))
+        for query, key, some in zip(*split, strict=True):
+            of_part, q, k = self._add_gradient(active, query, key, some, len(some) / len(own), index)
+            losses = losses + of_part
+            keys.append((some if self.group.alone else index, q, k))
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        self.group.sum_all([*gradients, losses])
+        spoiled = self._spoiled(gradients, losses)
+        if self.optimiser.defaults["fused"]:  # as it is but for the script that speed is compared with
+            self.optimiser.found_inf = spoiled.float()  # type: ignore[attr-defined]  # at 1, a step changes nothing
+        self.optimiser.step()
+        self._restore_statistics(statistics, spoiled)
+        if self.learner.twin is not None:
+            follow(self.learner.twin, self.learner.encoder, self.momentum)
+        for numbers, q, k in keys:
+            self._remember(numbers, q, k, active, spoiled)
+        return torch.where(spoiled, math.nan, losses)
+
+    def _add_gradient(
+        self, active: tuple[str, ...], query: Tensor, key: Tensor, index: Tensor, share: float, batch: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Of some images of a step, a ``share`` of it: add up the gradient. Returns the losses L, L_ID, L_CD, and what
+        the memories are to remember: q and k. ``batch``: the images of the step on all ranks."""
         if self.settings.symmetric:  # each view is query once and key once
-            query, key, own = views, torch.cat([key, query]), own.repeat(2)
+            query, key, index = torch.cat([query, key]), torch.cat([key, query]), index.repeat(2)
         with self.precision:
             # The twin needs nothing of the encoder and has no gradient: it runs beside it. Not where either waits for
             # other processes, which would have to meet them in the same order.
             with self.engine.beside(self.settings.contrast == "moco" and self.group.alone) as meet:
-                k = self._keys(key, own)
+                k = self._keys(key, index)
             h, q = self._encode(query)
             meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
-        l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, own, h, q, k))
+        l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
         if not self.group.alone:
-            l_ids, l_cds = self._shares_of_batch(active, index, l_ids, l_cds)
+            l_ids, l_cds = self._shares_of_batch(active, batch, l_ids, l_cds)
         loss = core.overall_loss(l_ids, l_cds).sum()
         if self.settings.task_sum == "mean":
             loss = loss / len(l_ids)
-        self.optimiser.zero_grad()
+        loss = loss * share
         loss.backward()
-        self.group.sum_all([parameter.grad for parameter in self._with_gradient()])
-        self.optimiser.step()
-        self._remember(index, q, k, active)
-        return torch.stack([loss, l_ids.mean(), l_cds.mean()]).detach()
-
-    def _with_gradient(self) -> list[Any]:
-        """The parameters that the step moves: the same on every rank, as all learn the same tasks."""
-        return [parameter for parameter in self.trained if parameter.grad is not None]
+        losses = torch.stack([loss, l_ids.mean() * share, l_cds.mean() * share]).detach()
+        return losses, {name: each.detach() for name, each in q.items()}, k
 
     def _shares_of_batch(
         self, active: tuple[str, ...], index: Tensor, l_ids: Tensor, l_cds: Tensor
@@ -323,6 +404,19 @@ class Training:
             shares = [self.learner.tasks[name].s for name in active]
             weighted[-len(active) :] = torch.stack([s[part].sum() / s[index].sum() for s in shares])
         return l_ids * weighted, l_cds * mean
+
+    @staticmethod
+    def _spoiled(gradients: list[Tensor], losses: Tensor) -> Tensor:
+        """Whether a loss or the gradient is not finite: a boolean on the device."""
+        return ~(nn.utils.get_total_norm(gradients) + losses.sum()).isfinite()
+
+    @torch.no_grad()
+    def _restore_statistics(self, before: Tensor, spoiled: Tensor) -> None:
+        """Where a step was ``spoiled``, let the networks' statistics be what they were."""
+        now = torch.cat([buffer.flatten() for buffer in self._statistics])
+        parts = torch.where(spoiled, before, now).split([buffer.numel() for buffer in self._statistics])
+        shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._statistics, strict=True)]
+        torch._foreach_copy_(self._statistics, shaped)
 
     def _sample_losses(
         self, active: tuple[str, ...], index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
@@ -405,24 +499,31 @@ class Training:
         return classifier_input(h, q, self.settings.classifier_input == "pooled")
 
     @torch.no_grad()
-    def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: tuple[str, ...]) -> None:
-        """After the backward pass: move the momentum twin, write the keys of all ranks into the memories."""
+    def _remember(
+        self,
+        index: Tensor,
+        q: dict[str, Tensor],
+        k: dict[str, Tensor],
+        active: tuple[str, ...],
+        spoiled: Tensor,
+    ) -> None:
+        """After the backward pass: write the keys of all ranks into the memories, but for those of a ``spoiled`` step.
+        ``index``: whose they are, on all ranks."""
         learner = self.learner
-        if learner.twin is not None:
-            follow(learner.twin, learner.encoder, self.momentum)
         if self.settings.contrast == "instance-memory":
             m, n_views = self.momentum, 2 if self.settings.symmetric else 1
             for i, name in enumerate(k):  # one vector an image, however many of its views were met
-                met = q[name].detach().unflatten(0, (n_views, -1)).mean(0)
+                met = q[name].unflatten(0, (n_views, -1)).mean(0)
                 k[name] = self.group.gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
-                learner.stored_keys[i, index] = k[name]
+                before = learner.stored_keys[i, index]
+                learner.stored_keys[i, index] = torch.where(spoiled, before, k[name])
         else:
             k = self._keys_of_all(k, len(index))
             index = index.repeat(2) if self.settings.symmetric else index
-        self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index))
+        self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index), spoiled)
         for name in active:
             task = learner.tasks[name]
-            self._enqueue(task.memory, k[task.projection], task.y[index])
+            self._enqueue(task.memory, k[task.projection], task.y[index], spoiled)
 
     def _keys_of_all(self, k: dict[str, Tensor], n: int) -> dict[str, Tensor]:
         """The keys of the whole batch of ``n`` images, as one process would have them."""
@@ -525,11 +626,27 @@ class Training:
         )
 
     @torch.no_grad()
-    def features(self) -> tuple[Tensor, dict[str, Tensor]]:
+    def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
         """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation. Where the
-        classifier does not see h, that has no columns: it would take four times the memory of q."""
-        pooled = self.settings.classifier_input == "pooled"
+        classifier does not see h, that has no columns: it would take four times the memory of q.
+
+        on_part: called after each batch; an exception that is raised there changes nothing."""
+        while True:
+            try:
+                return self._features(on_part)
+            except torch.OutOfMemoryError:
+                if self.inference_batch == 1:
+                    raise
+            self.inference_batch //= 2
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.on_notice(
+                f"The device is out of memory: labels are now renewed by batches of {self.inference_batch} images."
+            )
+
+    def _features(self, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.learner.encoder.eval().folded() or self._encode
+        pooled = self.settings.classifier_input == "pooled"
         hs, qs = [], []
         start, stop = self.group.bounds(self.n_images)
         n_images = stop - start
@@ -538,6 +655,7 @@ class Training:
                 h, q = encode(in_unit_range(part))
             hs.append(h if pooled else h.new_empty(len(h), 0))
             qs.append(q)
+            on_part()
         return (
             torch.cat(hs)[:n_images],
             {name: torch.cat([q[name] for q in qs])[:n_images] for name in qs[0]},
@@ -547,7 +665,7 @@ class Training:
         """Some images in order, in batches of one size: a compiled network is made for one. After the last image
         the first of them come again."""
         n_images = stop - start
-        n = min(INFERENCE_BATCH, n_images)
+        n = min(self.inference_batch, n_images)
         n_batches = math.ceil(n_images / n)
         numbers = start + torch.arange(n_batches * n, device=self.device) % n_images
         return self.images.batches(numbers.split(n))
@@ -570,11 +688,21 @@ class Training:
     # ---- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors that a resumed run needs; with the epoch, the settings and the images it is whole."""
+        """All tensors that a resumed run needs; with the epoch, the settings and the images it is whole. Within an
+        epoch, only where ``run_epoch`` calls ``on_step``."""
         tensors = {f"learner.{name}": value for name, value in self.learner.state_dict().items()}
         for i, parameter in enumerate(self.trained):
             tensors[f"velocity.{i}"] = self.optimiser.state[parameter]["momentum_buffer"]
+        tensors["progress"] = torch.tensor([self.step, self.skipped_before, self.parts, self.inference_batch])
+        tensors["rate_factor"] = torch.tensor(self.rate_factor, dtype=torch.float64)
+        if self.step:
+            tensors["losses"] = self.losses
+            tensors |= {f"random.{i}": state for i, state in enumerate(random_state(self.device))}
         return tensors
+
+    def is_finite(self) -> bool:
+        """Whether the weights are, so that it is worth to keep them."""
+        return all_finite(self.trained)
 
     def load_state(self, tensors: dict[str, Tensor], epoch: int, source: Path) -> None:
         """Go on from ``state()`` after ``epoch`` epochs; ``source`` is named where it does not fit."""
@@ -582,7 +710,8 @@ class Training:
         learner = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         load_into(self.learner, learner, source)
         velocities = [tensors.get(f"velocity.{i}") for i in range(len(self.trained))]
-        if len(tensors) != len(learner) + len(velocities) or any(
+        n_velocities = sum(name.startswith("velocity.") for name in tensors)
+        if n_velocities != len(velocities) or any(
             velocity is None or velocity.shape != parameter.shape
             for velocity, parameter in zip(velocities, self.trained, strict=True)
         ):
@@ -590,19 +719,48 @@ class Training:
         for velocity, parameter in zip(velocities, self.trained, strict=True):
             self.optimiser.state[parameter]["momentum_buffer"].copy_(velocity)
         self.epoch = epoch
+        self._load_progress(tensors, source)
+
+    def _load_progress(self, tensors: dict[str, Tensor], source: Path) -> None:
+        """What ``state()`` holds besides the networks; files of earlier versions lack it, and end with an epoch."""
+        progress = tensors.get("progress", torch.tensor([0, 0, 1, INFERENCE_BATCH])).tolist()
+        self._random_state = [tensors[f"random.{i}"] for i in range(2) if f"random.{i}" in tensors]
+        try:
+            step, self.skipped_before, parts, self.inference_batch = map(int, progress)
+            if parts < 1 or self.inference_batch < 1 or step < 0:
+                raise ValueError(f"progress {progress}")
+            if step:
+                self.losses = tensors["losses"].reshape(-1, 3).to(self.device)
+                if not self._random_state or step > len(self.losses):
+                    raise ValueError(f"step {step} of {len(self.losses)}")
+            self.rate_factor = float(tensors.get("rate_factor", 1.0))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DamagedFileError(f"{source} is damaged ({error!r}). Restore it, or fit again.") from error
+        if parts != self.parts:
+            self.parts, self._phase = parts, None  # to be recorded anew
+        self.step = step
 
     def take_over(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Go on as the first rank does, which may have loaded a state. ``history``: its rows, which all are given."""
         if self.group.alone:
             return history
-        self.epoch, history = self.group.from_first(lambda: (self.epoch, history))
-        self.group.share(list(self.state().values()))
+        self.parts = 1  # each rank has a part already
+        progress = (self.epoch, self.step, self.skipped_before, self.rate_factor, self.losses.cpu(), self._random_state)
+        progress, history = self.group.from_first(lambda: (progress, history))
+        self.epoch, self.step, self.skipped_before, self.rate_factor, losses, self._random_state = progress
+        self.losses = losses.to(self.device)
+        learnt = [value for name, value in self.state().items() if name.startswith(("learner.", "velocity."))]
+        self.group.share(learnt)
         return history
 
 
 def _layout_of(x: Tensor) -> torch.memory_format:
     """Images are laid out channels-last, all else plainly."""
     return torch.channels_last if x.ndim == 5 else torch.contiguous_format
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 def in_unit_range(x: Tensor) -> Tensor:

@@ -50,7 +50,7 @@ AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export 
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage) or 130 (interrupted)."""
+    """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage), 130 (SIGINT) or 143 (SIGTERM)."""
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"semclust {__version__}")

@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from semclust.cli.common import INTERRUPTED, FitSettings, absolute, end, own_name, reading
 from semclust.config import Settings, check, from_json, to_json, values
-from semclust.errors import GroupError, InputError, TrainingError
+from semclust.errors import GroupError, InputError, StoppedError, TrainingError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -75,23 +75,31 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
         told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
         console.print(printable(told), style="yellow", markup=False, highlight=False)
 
-    go_on = f"Go on with: {own_name()} fit --resume {run.path}"
+    again = f"Go on with: {own_name()} fit --resume {run.path}"
     try:
         with contextlib.closing(Display(console)) as display:
             fitted = fitting.fit(images, settings, display, run if group.first else None, group)
+        if not group.first:
+            return
+        summary = fitting.summarise(fitted, images)
+        groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
+        fitted.predictor.save(run.model)
+        run.write_results(images.names, fitted.p, fitted.q, summary, groups)
+    except StoppedError as stopped:
+        end(f"{stopped} {again}", stopped.status)
     except KeyboardInterrupt:
-        end(f"\nInterrupted. {go_on}", INTERRUPTED)
+        end(f"\nInterrupted. {again}", INTERRUPTED)
     except GroupError as error:
-        raise GroupError(f"{error} Where torchrun does not restart the job: {go_on[0].lower()}{go_on[1:]}") from error
+        raise GroupError(f"{error} Where torchrun does not restart the job: {again[0].lower()}{again[1:]}") from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(
+            f"{error}. The run folder is whole up to its last checkpoint. Look after the disk and its space. {again}"
+        ) from error
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
-    if not group.first:
-        return
-    summary = fitting.summarise(fitted, images)
-    groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
-    fitted.predictor.save(run.model)
-    run.write_results(images.names, fitted.p, fitted.q, summary, groups)
     if groups.steps:  # of a run that had finished before
         show_groups(console, groups, groups.sizes(groups.apply(fitted.p)))
     else:
