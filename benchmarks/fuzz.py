@@ -59,6 +59,8 @@ WORDS: list[Any] = [
     "python:Evil", "\ud800", [1] * 1000, *NASTY,
 ]  # fmt: skip
 
+CACHE = Path()  # that the readers use
+
 Mutate = Callable[[bytes, random.Random], bytes]
 
 
@@ -351,8 +353,10 @@ def make_readers(folder: Path) -> dict[str, Reader]:
 
 
 def own_cache(folder: Path) -> None:
-    os.environ["SEMCLUST_CACHE"] = str(folder / "cache")
-    (folder / "cache").mkdir()
+    global CACHE
+    CACHE = folder / "cache"
+    CACHE.mkdir()
+    os.environ["SEMCLUST_CACHE"] = str(CACHE)
 
 
 def made_cache(pixels: np.ndarray) -> bytes:
@@ -441,6 +445,7 @@ def fuzz(name: str, reader: Reader, inputs: int, crashes: Path | None, seed: int
                     (crashes / f"{name}-{number}").write_bytes(content)
                     (crashes / f"{name}-{number}.txt").write_text(what)
     seconds = round(time.monotonic() - started, 1)
+    reader.read(reader.wholes[0])  # others may need this file whole
     return {"inputs": inputs, "read": read, "refused": refused, "crashes": crashed, "seconds": seconds}
 
 
