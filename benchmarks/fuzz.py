@@ -59,6 +59,8 @@ WORDS: list[Any] = [
     "python:Evil", "\ud800", [1] * 1000, *NASTY,
 ]  # fmt: skip
 
+CACHE = Path()  # that the readers use
+
 Mutate = Callable[[bytes, random.Random], bytes]
 
 
@@ -258,8 +260,10 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     def load_own(path: Path) -> object:
         return Predictor.load(path.parent, backbone=Tiny())
 
-    def load_model(path: Path) -> object:
-        return Predictor.load(path.parent)
+    def load_either(content: bytes) -> object:
+        place = own if b"python:" in content else model
+        (place / "config.json").write_bytes(content)
+        return Predictor.load(place, backbone=Tiny() if place == own else None)
 
     def load_checkpoint(path: Path) -> None:
         tensors, epoch = changed.read_checkpoint(path)
@@ -324,8 +328,8 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     def add_own(name: str, change: Mutate, place: Path, read: Callable[[Path], object], *of: Path) -> None:
         add(name, [file.read_bytes() for file in of or (place,)], change, place, read)
 
-    add_own("model config", change_json, own / "config.json", load_own)
-    add_own("model config, network", change_json, model / "config.json", load_model)
+    of_both = [(own / "config.json").read_bytes()] * 9 + [(model / "config.json").read_bytes()]  # this one takes longer
+    readers["model config"] = Reader(of_both, change_json, load_either)
     add_own("model weights", change_safetensors, own / "model.safetensors", load_own)
     add_own("groups.json", change_json, own / "groups.json", groups)
     add_own("run config", change_json, changed.path / "config.json", read_config, finished / "config.json")
@@ -351,8 +355,10 @@ def make_readers(folder: Path) -> dict[str, Reader]:
 
 
 def own_cache(folder: Path) -> None:
-    os.environ["SEMCLUST_CACHE"] = str(folder / "cache")
-    (folder / "cache").mkdir()
+    global CACHE
+    CACHE = folder / "cache"
+    CACHE.mkdir()
+    os.environ["SEMCLUST_CACHE"] = str(CACHE)
 
 
 def made_cache(pixels: np.ndarray) -> bytes:
@@ -441,6 +447,7 @@ def fuzz(name: str, reader: Reader, inputs: int, crashes: Path | None, seed: int
                     (crashes / f"{name}-{number}").write_bytes(content)
                     (crashes / f"{name}-{number}.txt").write_text(what)
     seconds = round(time.monotonic() - started, 1)
+    reader.read(reader.wholes[0])  # others may need this file whole
     return {"inputs": inputs, "read": read, "refused": refused, "crashes": crashed, "seconds": seconds}
 
 

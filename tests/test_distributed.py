@@ -1,5 +1,6 @@
 """Several processes: what one process would do, shared. Here two, on the CPU, which talk by gloo."""
 
+import contextlib
 import copy
 import functools
 import os
@@ -7,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +21,8 @@ from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from ranks import environment, free_port, in_ranks
 from semclust import assigning, fitting
 from semclust.cli import main
-from semclust.config import Settings
-from semclust.data import stream_images
+from semclust.config import Settings, from_json
+from semclust.data import open_images, stream_images
 from semclust.distributed import ALONE, Group, checksum, from_environment, job_name, synchronise_batch_norm
 from semclust.errors import InputError
 from semclust.predictor import Predictor
@@ -396,27 +398,53 @@ cli.main(sys.argv[1:])
 """
 
 
-def test_an_error_of_one_process_ends_all_with_one_message(photos: Path, tmp_path: Path):
+@contextlib.contextmanager
+def two_processes(folder: Path, *arguments: object) -> Iterator[list[subprocess.Popen]]:
+    """Of Python, as torchrun would start them."""
     port = free_port()
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", FAILS, "fit", str(photos), "-k", "4", *FIT.split()],
+            [sys.executable, *map(str, arguments)],
             env=own_environment(**environment(rank, 2, port)),
-            cwd=tmp_path,
+            cwd=folder,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
         for rank in range(2)
     ]
     try:
-        told = "".join(process.communicate(timeout=60)[1] for process in processes)
+        yield processes
     finally:
         for process in processes:
             process.kill()
             process.wait()
+
+
+def test_an_error_of_one_process_ends_all_with_one_message(photos: Path, tmp_path: Path):
+    with two_processes(tmp_path, "-c", FAILS, "fit", photos, "-k", 4, *FIT.split()) as processes:
+        told = "".join(process.communicate(timeout=120)[1] for process in processes)
     assert [process.returncode for process in processes] == [1, 1]
     assert told.count("semclust: ") == told.count("This rank has a problem of its own.") == 1, told
     assert "Traceback" not in told
+
+
+def test_a_signal_to_one_process_stops_all_with_a_checkpoint(photos: Path, tmp_path: Path):
+    """And one process can go on with what two began."""
+    arguments = ["-m", "semclust", "fit", photos, "-k", 4, *FIT.split(), "--epochs", 60]
+    with two_processes(tmp_path, *arguments) as processes:
+        run = RunFolder(tmp_path / "runs" / "photos")
+        until(lambda: run.checkpoint.exists())
+        processes[1].send_signal(signal.SIGTERM)
+        told = "".join(process.communicate(timeout=120)[1] for process in processes)
+    assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, told
+    assert told.count("Stopped by SIGTERM") == told.count("--resume") == 1, told
+    tensors, epoch, _ = run.newest_checkpoint(lambda message: None)
+    assert len(run.read_metrics()) == epoch > 0
+    training = fitting.start(open_images(photos, size=8), Settings(**from_json(run.read_config()["settings"])))
+    tensors.pop("metrics")
+    training.load_state(tensors, epoch, run.checkpoint)
+    assert training.run_epoch()[0]["epoch"] == epoch + 1
 
 
 def test_other_commands_run_in_one_process(monkeypatch, capsys):

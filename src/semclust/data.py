@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from semclust import cache
-from semclust.arrays import BYTE_RANGE, Range, Size, member, numpy_file
+from semclust.arrays import BYTE_RANGE, Range, Size, member, numpy_file, unpacked
 from semclust.benchmarks import BENCHMARKS, benchmark_source
 from semclust.datasets import dataset_source, is_dataset
 from semclust.decoding import SUFFIXES
@@ -220,7 +220,7 @@ def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
             raise InputError(
                 f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
             )
-        labels = next((loaded[key] for key in LABEL_ARRAYS if key in loaded), None)
+        labels = next((unpacked(loaded, path, key) for key in LABEL_ARRAYS if key in loaded), None)
         return member(loaded, path, keys[0]), labels
 
 
