@@ -27,7 +27,7 @@ from semclust.distributed import ALONE, Group, checksum, from_environment, job_n
 from semclust.errors import InputError
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder
-from semclust.train import check_shares
+from semclust.train import Training, check_shares
 
 # One process against two, float32: the sums over a batch are taken in another order.
 LOSSES_WITHIN = 1e-5  # relative
@@ -149,13 +149,60 @@ def work_of_rank(group: Group, to_assign: list[tuple[str, str]]) -> dict:
         training = fitting.start(make_images(50), tiny(batch_size=17, **changes), group=group)
         training.run_epoch()
         training.run_epoch()
-        state = {key: value for key, value in training.state().items() if value.is_floating_point()}
-        result[name] = {key: checksum([value.float()]) for key, value in state.items()}
+        result[name] = checksums(training)
         result[f"{name}-y"] = {key: task.y.tolist() for key, task in training.learner.tasks.items()}
+    result["resumed"], result["unbroken"] = resumed_within_an_epoch(group)
+    spoiled = fitting.start(make_images(48), tiny(augment=Spoiled(group.rank == 1), batch_norm="local"), group=group)
+    result["spoiled"] = spoiled.run_epoch()[0]["skipped_steps"], checksums(spoiled)
     result["groups"] = fit_case(group, grouped(batch_norm="local"), 48)[0]
     result["norms"] = [normalised(group, *case) for case in NORMS]
     result["assigned"] = [assign_in_pieces(group, data, out) for data, out in to_assign]
     return result
+
+
+def checksums(training: Training) -> dict[str, str]:
+    state = {name: value for name, value in training.state().items() if value.is_floating_point()}
+    return {name: checksum([value.float()]) for name, value in state.items()}
+
+
+class Spoiled:
+    """Views of which the first are not finite, on one rank."""
+
+    def __init__(self, here: bool):
+        self.here = here
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        bad, self.here = self.here, False
+        return x * torch.nan if bad else x
+
+
+class Stopped(Exception): ...
+
+
+def resumed_within_an_epoch(group: Group) -> tuple[dict, dict]:
+    """The state after two epochs, where the first rank alone had the state of a run that was stopped; and unbroken."""
+    settings = tiny(batch_size=17, **EARLY)
+
+    def stop(n_images: int) -> None:
+        if training.epoch == 1 and training.step == 2:
+            kept.update({name: value.clone() for name, value in training.state().items()})
+            raise Stopped
+
+    kept: dict[str, torch.Tensor] = {}
+    training = fitting.start(make_images(50), settings, group=group)
+    training.run_epoch(stop)
+    with contextlib.suppress(Stopped):
+        training.run_epoch(stop)
+    resumed = fitting.start(make_images(50), settings, group=group)
+    if group.first:
+        resumed.load_state(kept, training.epoch, Path("kept"))
+    assert resumed.take_over([{"epoch": 1}] if group.first else []) == [{"epoch": 1}]
+    assert (resumed.epoch, resumed.step) == (1, 2)
+    resumed.run_epoch()
+    unbroken = fitting.start(make_images(50), settings, group=group)
+    unbroken.run_epoch()
+    unbroken.run_epoch()
+    return checksums(resumed), checksums(unbroken)
 
 
 def grouped(**changes) -> Settings:
@@ -183,6 +230,15 @@ def test_two_processes_give_the_losses_and_labels_of_one(case: str, ranks: list[
 def test_all_ranks_hold_the_same_state(name: str, ranks: list[dict]):
     assert ranks[0][name] == ranks[1][name]
     assert ranks[0][f"{name}-y"] == ranks[1][f"{name}-y"]
+
+
+def test_ranks_resume_within_an_epoch_to_the_bit(ranks: list[dict]):
+    assert ranks[0]["resumed"] == ranks[0]["unbroken"] == ranks[1]["resumed"]
+
+
+def test_a_step_that_is_spoiled_on_one_rank_is_skipped_on_all(ranks: list[dict]):
+    assert ranks[0]["spoiled"] == ranks[1]["spoiled"]
+    assert ranks[0]["spoiled"][0] == 1
 
 
 def test_local_batch_norm_is_that_of_groups_in_one_process(ranks: list[dict]):
