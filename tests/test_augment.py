@@ -65,6 +65,18 @@ def test_setting_names_reach_their_functions():
     assert named == augment.AUGMENTATIONS
 
 
+def test_crops_can_be_smaller_than_the_image_and_show_the_same():
+    x = torch.rand(3, 3, 64, 48)
+    u = torch.rand(3, augment.natural.numbers)
+    smaller = augment.choose_augmentation("auto", 3, crop_size=0.75)
+    assert smaller(x).shape == (3, 3, 48, 36)
+    u[:, -1] = 1  # not blurred, which is by pixels
+    whole, small = augment.natural.by(x, u), smaller.by(x, u)
+    again = torch.nn.functional.interpolate(whole, (48, 36), mode="bilinear", align_corners=False)
+    assert (small - again).abs().mean() < 0.05 < (small - again.flip(3)).abs().mean()
+    assert augment.choose_augmentation("strokes", 1, crop_size=0.5) is augment.strokes  # no crops: all is seen
+
+
 def test_none_is_the_identity():
     x = torch.rand(4, 3, 8, 8)
     assert torch.equal(augment.none(x), x)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import naive
-from conftest import RESULTS, TinyBackbone, make_images, tiny
+from conftest import RESULTS, TinyBackbone, make_images, noisy_groups, tiny
 from semclust import fitting
 from semclust.augment import choose_augmentation
 from semclust.config import Settings, preset
@@ -1118,3 +1118,22 @@ def test_a_missing_seed_is_drawn_and_kept():
     assert settings.random_state is None
     fixed = tiny(random_state=7)
     assert fitting.draw_seed(fixed) is fixed
+
+
+@pytest.mark.parametrize(
+    "size, changes, rounds",
+    [
+        (16, {}, True),
+        (16, dict(precision="float32"), False),
+        (8, {}, False),  # crops of 6 px: torch 2.13 would leave gradients unset
+        (16, dict(backbone=TinyBackbone(3)), False),  # of which nothing is known
+    ],
+)
+def test_a_cpu_rounds_to_bfloat16_where_it_computes_in_it_and_that_is_safe(size, changes, rounds, monkeypatch):
+    monkeypatch.setattr("semclust.devices.computes_in_bfloat16", lambda device: True)
+    settings = tiny(**dict(backbone="resnet10", width=4) | changes)
+    training = Training(
+        noisy_groups(16, size, channels=3), settings, choose_augmentation("natural", 3), choose_device("cpu")
+    )
+    assert training.precision._enabled == rounds
+    assert np.isfinite(training.run_epoch()[0]["loss"])

@@ -31,7 +31,7 @@ CROSSES = (np.outer(RGB[:, 2], YIQ[1]) - np.outer(RGB[:, 1], YIQ[2])).tolist()
 class RandomView:
     """``view(x)`` draws random numbers for each image of x; ``view.by(x, u)`` takes them as they are."""
 
-    def __init__(self, by: Callable[[Tensor, Tensor], Tensor], numbers: int):
+    def __init__(self, by: Callable[..., Tensor], numbers: int):
         functools.update_wrapper(self, by)
         self.by, self.numbers = by, numbers
 
@@ -39,7 +39,7 @@ class RandomView:
         return self.by(x, torch.rand(len(x), self.numbers, device=x.device))
 
 
-def random_view(numbers: int) -> Callable[[Callable[[Tensor, Tensor], Tensor]], RandomView]:
+def random_view(numbers: int) -> Callable[[Callable[..., Tensor]], RandomView]:
     """Make a view of a function of images and ``numbers`` random numbers for each."""
     return lambda by: RandomView(by, numbers)
 
@@ -64,8 +64,9 @@ def strokes(x: Tensor, u: Tensor) -> Tensor:
 
 
 @random_view(5)
-def crop_and_flip(x: Tensor, u: Tensor) -> Tensor:
-    """A random window of 20 to 100 % of the area, 3:4 to 4:3, stretched to the full size; half mirrored."""
+def crop_and_flip(x: Tensor, u: Tensor, size: float = 1.0) -> Tensor:
+    """A random window of 20 to 100 % of the area, 3:4 to 4:3, stretched to a share ``size`` of the image's sides;
+    half mirrored."""
     H, W = x.shape[2:]
     area = between(0.2, 1.0, u[:, 0])
     aspect = torch.exp(between(math.log(3 / 4), math.log(4 / 3), u[:, 1]))
@@ -76,7 +77,7 @@ def crop_and_flip(x: Tensor, u: Tensor) -> Tensor:
     mirror = torch.where(u[:, 4] < 0.5, -1.0, 1.0)
     zero = torch.zeros_like(width)
     theta = torch.stack([torch.stack([width * mirror, zero, centre_x], 1), torch.stack([zero, height, centre_y], 1)], 1)
-    return warp(x, theta)
+    return warp(x, theta, size)
 
 
 @random_view(6)
@@ -137,11 +138,11 @@ def blur(x: Tensor, u: Tensor) -> Tensor:
 
 
 @random_view(crop_and_flip.numbers + colour.numbers + blur.numbers)
-def natural(x: Tensor, u: Tensor) -> Tensor:
-    """MoCo v2's views for photographs: crop, flip, colour, and blur from 64 px up."""
+def natural(x: Tensor, u: Tensor, size: float = 1.0) -> Tensor:
+    """MoCo v2's views for photographs: crop, flip, colour, and blur for images from 64 px up."""
     for_crop, for_colour, for_blur = u.split([crop_and_flip.numbers, colour.numbers, blur.numbers], dim=1)
-    x = colour.by(crop_and_flip.by(x, for_crop), for_colour)
-    return blur.by(x, for_blur) if min(x.shape[2:]) >= BLUR_FROM else x
+    view = colour.by(crop_and_flip.by(x, for_crop, size), for_colour)
+    return blur.by(view, for_blur) if min(x.shape[2:]) >= BLUR_FROM else view
 
 
 @random_view(0)
@@ -153,12 +154,14 @@ def none(x: Tensor, u: Tensor) -> Tensor:
 AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": strokes, "none": none}
 
 
-def choose_augmentation(augment: str | Augmentation, n_channels: int) -> Augmentation:
-    """The callable behind the setting ``augment``."""
+def choose_augmentation(augment: str | Augmentation, n_channels: int, crop_size: float = 1.0) -> Augmentation:
+    """The callable behind the setting ``augment``; views that are crops have ``crop_size`` times the image's sides."""
     if not isinstance(augment, str):
         return augment
     if augment == "auto":
         augment = "strokes" if n_channels == 1 else "natural"
+    if augment == "natural" and crop_size < 1:
+        return RandomView(functools.partial(natural.by, size=crop_size), natural.numbers)
     return AUGMENTATIONS[augment]
 
 
@@ -166,7 +169,9 @@ def between(low: float, high: float, u: Tensor) -> Tensor:
     return low + (high - low) * u
 
 
-def warp(x: Tensor, theta: Tensor) -> Tensor:
-    """Resample each image by its own affine map (n x 2 x 3); outside the image its border goes on."""
-    grid = F.affine_grid(theta.to(x.dtype), list(x.shape), align_corners=False)
+def warp(x: Tensor, theta: Tensor, size: float = 1.0) -> Tensor:
+    """Resample each image by its own affine map (n x 2 x 3), at ``size`` times its sides; outside the image its
+    border goes on."""
+    n, c, H, W = x.shape
+    grid = F.affine_grid(theta.to(x.dtype), [n, c, round(size * H), round(size * W)], align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)

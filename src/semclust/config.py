@@ -54,6 +54,9 @@ class Settings:
     augment: Augment = "auto"
     """Random views: natural (photographs), strokes (digits, glyphs, drawings), none; in Python also
     a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images, natural otherwise."""
+    crop_size: float = setting(0.75, low=0.1, high=1)
+    """Side of the cropped views of photographs, as a share of the image's. A crop shows a part of the image: at this
+    size about as large as it was, for little more than half of the work. 1 in the paper."""
 
     # ---- network -----------------------------------------------------------------------------
     backbone: Backbone = "auto"
@@ -133,6 +136,8 @@ class Settings:
     """Seed. The same seed on the same CPU gives the same run, on a GPU nearly; None draws one."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps. auto: a GPU where there is one."""
+    precision: Literal["auto", "float32"] = "auto"
+    """Of convolutions and matrix products in training. auto: bfloat16 on GPUs and CPUs that compute in it."""
     images_on: Literal["auto", "device", "host"] = "auto"
     """Where the images lie: in the memory of the device, or streamed to it from the host's memory or disk.
     auto: on the device, where they take at most half of its free memory."""

@@ -26,13 +26,16 @@ def choose_device(device: str) -> torch.device:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the device is a GPU that does so itself, and does not only emulate it."""
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    """Whether the device does so itself, and does not only emulate it."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    asked = [getattr(torch.cpu, name, None) for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")]
+    return device.type == "cpu" and any(supported is not None and supported() for supported in asked)
 
 
-def mixed_precision(device: torch.device) -> torch.autocast:
-    """bfloat16 for convolutions and products where the GPU computes in it."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=computes_in_bfloat16(device))
+def mixed_precision(device: torch.device, allowed: bool = True) -> torch.autocast:
+    """bfloat16 for convolutions and products, where it is allowed and the device computes in it."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=allowed and computes_in_bfloat16(device))
 
 
 @contextlib.contextmanager

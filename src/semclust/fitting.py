@@ -346,7 +346,7 @@ def start(
 ) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings, group)
-    augmentation = choose_augmentation(settings.augment, images.pixels.shape[3])
+    augmentation = choose_augmentation(settings.augment, images.pixels.shape[3], settings.crop_size)
     return Training(images.pixels, settings, augmentation, group.device(settings.device), on_notice, group)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 CHUNK = 8192  # images at once, so that memory does not grow with N x p
 DISTANCES_AT_ONCE = 2**23
+CENTRES = 500  # of all restarts of k-means together
 LANDMARKS = 1000
 SAMPLE = 20_000  # images among which landmarks are sought
 
@@ -23,9 +24,10 @@ def cluster_means(x: Tensor, y: Tensor, n_clusters: int) -> tuple[Tensor, Tensor
     return total / size.clamp(min=1)[:, None], size
 
 
-def k_means(x: Tensor, n_clusters: int, restarts: int = 10, rounds: int = 100) -> tuple[Tensor, Tensor]:
-    """Lloyd's algorithm from k-means++ starts; the best of ``restarts``, which run side by side. Returns
-    labels (N), centres (C x d)."""
+def k_means(x: Tensor, n_clusters: int, restarts: int | None = None, rounds: int = 100) -> tuple[Tensor, Tensor]:
+    """Lloyd's algorithm from k-means++ starts; the best of ``restarts``, which run side by side. By default 10, and
+    fewer for many clusters, where a start matters less and costs more. Returns labels (N), centres (C x d)."""
+    restarts = restarts or max(1, min(10, CENTRES // n_clusters))
     centre = _spread_out(x, n_clusters, restarts)  # restarts x C x d
     label = torch.full((len(x), restarts), -1, device=x.device)
     check_every = 8 if x.is_cuda else 1  # a comparison waits for the device

@@ -55,7 +55,7 @@ def measure_speed(
             f"({FEWEST_STEPS} batches), 4 px and 1 epoch."
         )
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
-    augmentation = choose_augmentation(settings.augment, channels)
+    augmentation = choose_augmentation(settings.augment, channels, settings.crop_size)
     training = Training(pixels, settings, augmentation, device, tell)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -80,9 +80,9 @@ def measure_speed(
         tell(f"{kind}: {whole[-1]:.3f} s, {refresh[-1]:.3f} s of it for the labels")
     seconds, label_seconds = float(np.mean(whole[1:])), float(np.mean(refresh[1:]))
 
-    flop = flop_an_image(training)
+    flop, flop_of_view = flop_an_image(training, size), flop_an_image(training, view_size(training))
     passes = (2 if settings.symmetric else 1) * (3 + (settings.contrast != "instance-memory"))
-    work = n_images * flop * (passes + 1) / seconds / 1e12
+    work = n_images * (flop_of_view * passes + flop) / seconds / 1e12
     result: dict[str, Any] = {
         "semclust": __version__,
         "torch": torch.__version__,
@@ -90,6 +90,7 @@ def measure_speed(
         "engine": str(training.engine),
         "images": n_images,
         "image_shape": [size, size, channels],
+        "view_size": view_size(training),
         "clusters": settings.n_clusters,
         "keys": settings.memory_size,
         "batch": training.batch_size,
@@ -101,6 +102,7 @@ def measure_speed(
         "images_per_second": n_images / seconds,
         "time_to_first_step": first_step[0],
         "gmac_per_image": flop / 2e9,
+        "gmac_per_view": flop_of_view / 2e9,
         "tflops": work,
         "peak_tflops": (peak := peak_tflops(device)),
         "share_of_peak": work / peak,
@@ -176,12 +178,17 @@ def seconds_of_steps(training: Training, device: torch.device, images: Resident 
         training.images, training.step = kept, 0
 
 
-def flop_an_image(training: Training) -> int:
-    """Floating-point operations of one image through the encoder."""
+def view_size(training: Training) -> int:
+    """The side in pixels of the views that the training learns from."""
     H, W, c = training.image_shape
+    return training.augmentation(torch.zeros(1, c, H, W, device=training.device)).shape[2]
+
+
+def flop_an_image(training: Training, size: int) -> int:
+    """Floating-point operations of one image of ``size`` pixels through the encoder."""
     encoder = training.learner.encoder.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        encoder(torch.zeros(1, c, H, W, device=training.device))
+        encoder(torch.zeros(1, training.image_shape[2], size, size, device=training.device))
     return counter.get_total_flops()
 
 
@@ -226,9 +233,8 @@ def synchronise(device: torch.device) -> None:
 
 def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) -> float:
     """Images a second of the usual training loop: Pillow views in the workers of a DataLoader, float32, eager."""
-    plain = Settings(**{**vars(settings), "compile": False})
+    plain = Settings(**{**vars(settings), "compile": False, "precision": "float32"})
     training = Training(pixels, plain, choose_augmentation("none", pixels.shape[3]), device)
-    training.precision = torch.autocast(device.type, enabled=False)
     training.learner.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     training.optimiser = torch.optim.SGD(
         training.trained, lr=torch.tensor(0.01), momentum=0.9, weight_decay=settings.weight_decay, foreach=False

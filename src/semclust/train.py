@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from semclust import core, labels, metrics
 from semclust.augment import Augmentation, RandomView
-from semclust.backbones import build_backbone, group_batch_norm
+from semclust.backbones import SmallImageResNet, build_backbone, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
@@ -39,6 +39,7 @@ from semclust.storage import load_into
 SGD_MOMENTUM = 0.9
 MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys, where none is asked for
 INFERENCE_BATCH = 1024
+NARROWEST_VIEW = 8  # px
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
@@ -144,7 +145,6 @@ class Training:
     ):
         """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
         self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
-        self.precision = mixed_precision(device)
         self.on_notice = on_notice
         self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done
         self.losses = torch.zeros(0, 3)  # of those steps: L, L_ID, L_CD
@@ -163,6 +163,7 @@ class Training:
         if not group.alone and not self._local_norms:
             synchronise_batch_norm(self.learner, group)
         channels_last(self.learner.to(device))
+        self.precision = mixed_precision(device, settings.precision == "auto" and self._rounding_is_safe())
         self._measure_colours()
         self.trained = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
         # The rate is a tensor where steps are recorded: a number would be recorded for good.
@@ -192,6 +193,16 @@ class Training:
         self._encode_key = self.engine.compiled(self.learner.twin) if self.learner.twin is not None else None
         self._losses = self.engine.compiled(self._sample_losses)
         self._enqueue = self.engine.compiled(SemanticMemory.enqueue)
+
+    def _rounding_is_safe(self) -> bool:
+        """Whether bfloat16 can be trusted. On a CPU, torch 2.13 leaves parts of a gradient unset, with whatever was
+        there in memory, where a strided convolution in bfloat16 meets a map of one pixel's width. Views of 8 px and
+        more never become that narrow before the last stride of our own networks; of others nothing is known."""
+        if self.device.type != "cpu":
+            return True
+        H, W, _ = self.image_shape
+        narrowest = self.settings.crop_size * min(H, W)
+        return isinstance(self.learner.encoder.backbone, SmallImageResNet) and narrowest >= NARROWEST_VIEW
 
     def learns(self, task: ClusterTask) -> bool:
         """Whether the current epoch trains on this task."""
