@@ -653,11 +653,13 @@ def all_of(run: RunFolder, name: str) -> bytes:
 # ---- two at once, and other versions -----------------------------------------------------------------
 
 
-def test_a_second_fit_in_the_same_folder_is_told_and_harms_nothing(run, unbroken):
-    with child(lambda: finish(run, Steps(10, lambda: time.sleep(2)))) as number:
+def test_a_second_fit_in_the_same_folder_is_told_and_harms_nothing(run, unbroken, tmp_path):
+    tried = tmp_path / "tried"
+    with child(lambda: finish(run, Steps(10, lambda: wait_for(tried.exists)))) as number:
         wait_for(run.checkpoint.exists)
         with pytest.raises(InputError, match=rf"being fitted by another process \({number}\)"):
             finish(run)
+        tried.touch()
         assert exit_status(number) == 0
     assert all_bytes(run) == unbroken[0]
     finish(run)  # the lock went with its process
