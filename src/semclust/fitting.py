@@ -118,7 +118,7 @@ class Fitting:
         if run is not None:
             run.remove_parts()
             self.go_on_from_checkpoint(run)
-            self.seconds_before = run.read_seconds() if self.history else 0.0
+            self.seconds_before = run.read_seconds() if self.training.epoch or self.training.step else 0.0
         self.history = self.training.take_over(self.history)
         for row in self.history:
             self.complain(row, aloud=False)
@@ -149,9 +149,10 @@ class Fitting:
             clustered = not math.isnan(row["score"])
             found = metrics.evaluate(p.argmax(1).cpu().numpy(), self.images.labels) if clustered else {}
             row |= dict.fromkeys(metrics.FIGURES, math.nan) | found
-        self.history.append(row)
+        # A run keeps the columns that it began with, maybe in an earlier version.
+        self.history.append({name: row.get(name, math.nan) for name in (self.history or [row])[0]})
         if self.run is not None:
-            self.write_row(self.run, row)
+            self.write_row(self.run, self.history[-1])
             since = time.monotonic() - self.last_checkpoint
             last = self.training.epoch == self.settings.epochs
             if last or self.waited <= QUICK_CHECKPOINT or since >= self.waited / CHECKPOINT_SHARE:
@@ -283,7 +284,8 @@ class Fitting:
             ) from error
         if self.writer is not None:
             self.tell_failure(self.writer.settle())
-        del self.training  # its memory is needed for the next one
+        error.__traceback__ = None
+        del self.training  # its memory is needed for the next one, and nothing else holds it
         self.training = start(self.images, self.settings, self.warn, self.group)
         self.history = []
         if self.run is not None:
