@@ -29,6 +29,7 @@ WIDTH, HEIGHT, MARGIN = 640, 300, 48
 
 def fit(size: int, environ: dict[str, str], epochs: int, out: Path) -> dict[str, Any]:
     arguments = ["-m", "semclust", "fit", "digits", "-k", "10", "--epochs", str(epochs), "--device", "cpu"]
+    arguments += ["--precision", "float32"]
     launcher = [] if size == 1 else ["-m", "torch.distributed.run", "--nproc-per-node", str(size)]
     command = [sys.executable, *launcher, *arguments, "--no-report", "--out", str(out)]
     began = time.monotonic()

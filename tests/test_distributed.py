@@ -123,7 +123,7 @@ CASES = {
     "pooled": dict(classifier_input="pooled", projection_per_task=True, **EARLY),
     "instance": dict(tasks=("instance",)),
     "all-alike": dict(hard_samples=False, task_sum="sum", online=False, cross_cluster=False, **EARLY),
-    "resnet": dict(backbone="resnet10", width=8, **EARLY),
+    "resnet": dict(backbone="resnet10", width=8, precision="float32", **EARLY),
 }
 LOCAL = dict(batch_norm="local", symmetric=True, **EARLY)
 
@@ -368,7 +368,7 @@ def torchrun(*args: object, n: int = 2) -> list[str]:
 
 
 def called(command: list[str], **environ: str) -> subprocess.CompletedProcess:
-    return subprocess.run(command, env=own_environment(**environ), capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, env=own_environment(**environ), capture_output=True, text=True, timeout=300)
 
 
 def own_environment(**environ: str) -> dict[str, str]:
@@ -391,7 +391,7 @@ def restarted(photos: Path, tmp_path_factory) -> Path:
         run = RunFolder(out / "photos")
         until(lambda: run.checkpoint.exists() or job.poll() is not None)
         os.kill(process_of_rank(job.pid, 1), signal.SIGKILL)
-        told, _ = job.communicate(timeout=120)
+        told, _ = job.communicate(timeout=300)
     finally:
         job.kill()
         job.wait()
@@ -400,7 +400,7 @@ def restarted(photos: Path, tmp_path_factory) -> Path:
     return run.path
 
 
-def until(happened, seconds: float = 60) -> None:
+def until(happened, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, "it did not happen in time"
@@ -479,7 +479,7 @@ def two_processes(folder: Path, *arguments: object) -> Iterator[list[subprocess.
 
 def test_an_error_of_one_process_ends_all_with_one_message(photos: Path, tmp_path: Path):
     with two_processes(tmp_path, "-c", FAILS, "fit", photos, "-k", 4, *FIT.split()) as processes:
-        told = "".join(process.communicate(timeout=120)[1] for process in processes)
+        told = "".join(process.communicate(timeout=300)[1] for process in processes)
     assert [process.returncode for process in processes] == [1, 1]
     assert told.count("semclust: ") == told.count("This rank has a problem of its own.") == 1, told
     assert "Traceback" not in told
@@ -492,7 +492,7 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(photos: Path, tmp_p
         run = RunFolder(tmp_path / "runs" / "photos")
         until(lambda: run.checkpoint.exists())
         processes[1].send_signal(signal.SIGTERM)
-        told = "".join(process.communicate(timeout=120)[1] for process in processes)
+        told = "".join(process.communicate(timeout=300)[1] for process in processes)
     assert [process.returncode for process in processes] == [128 + signal.SIGTERM] * 2, told
     assert told.count("Stopped by SIGTERM") == told.count("--resume") == 1, told
     tensors, epoch, _ = run.newest_checkpoint(lambda message: None)
