@@ -41,15 +41,16 @@ def test_losses_on_gpu_and_cpu_start_alike():
 
 
 def captured_and_plain(**changes) -> list[list[float]]:
-    """The losses of the first epochs, plain, recorded, and compiled and recorded, from the same random numbers."""
+    """The losses of the first epochs, plain, recorded, and compiled and recorded, from the same random numbers.
+    The first has instance contrast alone, the second all tasks."""
     images = open_images(stripes_and_spots(480))
-    settings = dict(n_clusters=2, epochs=8, width=16, batch_size=48, device="cuda", cluster_from=0.25, over_from=0.1)
+    settings = dict(n_clusters=2, epochs=8, width=16, batch_size=48, device="cuda", cluster_from=0.125, over_from=0.125)
     losses = []
     for records, compiles in ((False, False), (True, False), (True, True)):
         training = start(images, Settings(**settings | changes))
         training.engine.records, training.engine.compiles = records, compiles
         training._prepare_engine()
-        losses.append([training.run_epoch()[0]["loss"] for _ in range(4)])
+        losses.append([training.run_epoch()[0]["loss"] for _ in range(2)])
         assert (training._learn.graph is not None) == records if records else True
         assert training.engine.compiles == compiles  # no fallback
     return losses
@@ -57,7 +58,8 @@ def captured_and_plain(**changes) -> list[list[float]]:
 
 @pytest.mark.parametrize("changes", [{}, {"symmetric": True}, {"contrast": "instance-memory"}], ids=str)
 def test_recorded_and_compiled_steps_have_the_losses_of_plain_ones(changes):
-    """bf16 rounds after other operations once they are fused, and the runs drift apart slowly: 1 % in four epochs."""
+    """bf16 rounds after other operations once they are fused, and the runs drift apart: 1 % in two epochs. Later ones
+    learn from labels that rounding can turn (float32 against bf16 on a CPU: 0.1 % in two epochs, 1.4 % in four)."""
     plain, recorded, compiled = captured_and_plain(**changes)
     assert plain == pytest.approx(recorded, rel=1e-2)
     assert plain == pytest.approx(compiled, rel=1e-2)
