@@ -105,3 +105,12 @@ def test_a_packed_array_larger_than_the_memory_is_refused_before_it_is_read(tmp_
     else:
         with pytest.raises(InputError, match="more than this machine has memory"):
             read_labels(path, [str(i) for i in range(24)])
+
+
+@pytest.mark.parametrize("key", ["images", "labels"])
+def test_a_member_that_is_no_array_is_named(tmp_path, key):
+    path = tmp_path / "odd.npz"
+    np.savez_compressed(path, **{"images": np.zeros((24, 8, 8), np.uint8)} if key == "labels" else {})
+    with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as packed:
+        packed.writestr(f"{key}.npy", b"text")
+    refused(path, "no array under", key)

@@ -148,7 +148,10 @@ def unpacked(loaded: Any, path: Path, key: str) -> np.ndarray:
             f"{str(path)!r} holds {entry.file_size / 2**30:,.1f} GiB under {key!r}, more than this machine has memory; "
             "write it without compression, by np.savez, so that it is read from the disk."
         )
-    return loaded[key]
+    array = loaded[key]
+    if not isinstance(array, np.ndarray):  # NumPy gives what is no array as it is
+        raise InputError(f"{str(path)!r} holds no array under {key!r}; write it again with np.savez.")
+    return array
 
 
 def memory_of_machine() -> float:
