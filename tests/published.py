@@ -1,5 +1,6 @@
 """Small data sets in the exact formats that the makers of the benchmarks publish."""
 
+import gzip
 import io
 import struct
 import tarfile
@@ -40,6 +41,23 @@ def python2_pickle(batch: dict[str, object]) -> bytes:
         return number(value) if isinstance(value, int) else text(str(value).encode())
 
     return b"\x80\x02}q\x01(" + b"".join(text(key.encode()) + item(value) for key, value in batch.items()) + b"u."
+
+
+def fashion_mnist(folder: Path, packed: bool) -> tuple[np.ndarray, list[int]]:
+    """Five images for training and two for testing, as .gz or unpacked; their pixels and labels, in this order."""
+    folder.mkdir(parents=True)
+    pixels = np.random.default_rng(0).integers(0, 256, (7, 28, 28), dtype=np.uint8)
+    labels = [3, 1, 4, 1, 5, 9, 2]
+    for prefix, rows in (("train", slice(0, 5)), ("t10k", slice(5, 7))):
+        n = len(pixels[rows])
+        for name, head, content in (
+            ("images-idx3", struct.pack(">4I", 2051, n, 28, 28), pixels[rows].tobytes()),
+            ("labels-idx1", struct.pack(">2I", 2049, n), bytes(labels[rows])),
+        ):
+            whole = head + content
+            path = folder / f"{prefix}-{name}-ubyte{'.gz' * packed}"
+            path.write_bytes(gzip.compress(whole) if packed else whole)
+    return pixels, labels
 
 
 def cifar10(folder: Path, kind: str, n: int = 3) -> tuple[np.ndarray, list[int]]:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conftest import refused
-from published import cifar10, cifar100, class_folder, pack, python2_pickle, random_rows, stl10
+from published import cifar10, cifar100, class_folder, fashion_mnist, pack, python2_pickle, random_rows, stl10
 from semclust import benchmarks, cache
 from semclust.benchmarks import BENCHMARKS, IMAGENET_10, IMAGENET_DOGS
 from semclust.data import find_source, open_images, stream_images
@@ -245,3 +245,32 @@ def test_every_name_is_known(tmp_path: Path):
     for name in BENCHMARKS:
         with pytest.raises(InputError, match=name):
             benchmarks.benchmark_source(name, str(tmp_path))
+
+
+# ---- Fashion-MNIST -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_fashion_mnist(tmp_path: Path, monkeypatch, packed):
+    folder = tmp_path / "fashion-mnist"
+    pixels, labels = fashion_mnist(folder, packed)
+    monkeypatch.setitem(benchmarks.INSTALLED, "fashion-mnist", str(folder))
+    for source in (f"fashion-mnist:{folder}", f"fashion-mnist:{tmp_path}", "fashion-mnist"):
+        images = open_images(source)
+        assert (images.pixels[..., 0] == pixels).all() and images.labels.tolist() == labels
+        assert images.source == "fashion-mnist" and images.names[4:6] == ["train/4", "test/0"]
+
+
+def test_fashion_mnist_that_is_not_whole(tmp_path: Path, monkeypatch):
+    monkeypatch.setitem(benchmarks.INSTALLED, "fashion-mnist", str(tmp_path / "nowhere"))
+    refused("fashion-mnist", "install Debian's dataset-fashion-mnist", "fashion-mnist:PATH")
+    refused(f"fashion-mnist:{tmp_path}", "lacks train-images-idx3-ubyte.gz")
+    folder = tmp_path / "files"
+    fashion_mnist(folder, packed=True)
+    images, labels = folder / "train-images-idx3-ubyte.gz", folder / "train-labels-idx1-ubyte.gz"
+    whole = images.read_bytes()
+    for broken in (whole[:-20], b"not packed", labels.read_bytes()):
+        images.write_bytes(broken)
+        refused(f"fashion-mnist:{folder}", "train-images-idx3-ubyte.gz", "damaged")
+    images.write_bytes((folder / "t10k-images-idx3-ubyte.gz").read_bytes())
+    refused(f"fashion-mnist:{folder}", "2 images but 5 labels")

@@ -492,6 +492,18 @@ def test_the_papers_preset_with_flags_over_it(words):
         assert (changed.momentum, changed.tasks) == (preset("paper")["momentum"], preset("paper")["tasks"])
 
 
+@pytest.mark.parametrize("name", ["quick", "best"])
+def test_presets_of_other_lengths(name):
+    assert settings_of("--preset", name).epochs == preset(name)["epochs"]
+    assert settings_of("--preset", name, "--epochs", "3").epochs == 3
+
+
+def test_minutes_in_place_of_epochs(photos, capsys):
+    assert settings_of("--minutes", "2.5").minutes == 2.5
+    assert call("fit", photos, "-k", 3, "--minutes=2", "--epochs", 3) == 1
+    assert "--epochs and --minutes: expected one of them" in capsys.readouterr().err
+
+
 def test_the_default_preset_changes_nothing():
     assert settings_of("--preset", "default") == settings_of()
 

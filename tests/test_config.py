@@ -22,6 +22,7 @@ repeatable = settings(max_examples=40, deadline=None, derandomize=True)
 NAMES = [
     "n_clusters",
     "epochs",
+    "minutes",
     "batch_size",
     "learning_rate",
     "weight_decay",
@@ -81,6 +82,7 @@ BAD = [
     *[("temperature", value) for value in (0, 0.0, -0.1, math.nan, "0.1", None, False, 1j)],
     *[("momentum", value) for value in (1.5, -0.1, math.nan, "0.9", True)],
     *[("epochs", value) for value in (0, -1, 1.5, None, "200")],
+    *[("minutes", value) for value in (-1, math.nan, math.inf, "ten", True)],
     *[("batch_size", value) for value in (1, 0, -256, 2.5, "256", True)],
     *[("learning_rate", value) for value in (-0.1, math.nan, "fast", None)],
     *[("weight_decay", value) for value in (-1e-9, math.nan)],
@@ -299,7 +301,13 @@ def test_default_preset_changes_nothing():
     assert Settings(**preset("default")) == Settings()
 
 
-@pytest.mark.parametrize("name", ["Paper", "", "best"])
+def test_quick_and_best_differ_from_the_default_in_how_long_they_take_alone():
+    epochs = [Settings(**preset(name)).epochs for name in ("quick", "default", "best")]
+    assert epochs == sorted(set(epochs))
+    assert {*preset("quick"), *preset("best")} == {"epochs"}
+
+
+@pytest.mark.parametrize("name", ["Paper", "", "worst"])
 def test_an_unknown_preset_is_refused_with_those_there_are(name):
-    with pytest.raises(InputError, match=rf"no preset '{name}'.*default, paper"):
+    with pytest.raises(InputError, match=rf"no preset '{name}'.*quick, default, best, paper"):
         preset(name)

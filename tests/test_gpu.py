@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from semclust import SemanticClusterer
+from semclust import SemanticClusterer, preset
+from semclust.arena.baselines import DeepCluster
 from semclust.backbones import FoldedResNet, SmallImageResNet
 from semclust.config import Settings
 from semclust.data import open_images
@@ -107,3 +108,23 @@ def test_a_network_predicts_the_same_with_its_batch_norms_folded():
             network.eval()
             expected, folded = network(x), FoldedResNet(network)(x)
         assert (expected - folded).norm() / expected.norm() < 0.02
+
+
+@pytest.mark.parametrize("preset_name", ["default", "paper"])
+def test_a_budget_of_time_is_kept(preset_name):
+    images = open_images(stripes_and_spots(480))
+    changes = dict(n_clusters=2, minutes=0.4, width=16, batch_size=48, device="cuda")
+    fitted = fit(images, Settings(**preset(preset_name) | changes))
+    assert 0.8 * 24 < fitted.seconds < 1.1 * 24
+    assert len(fitted.history) >= 10 and fitted.history[-1]["learning_rate"] < 1e-3
+
+
+def test_a_recorded_step_of_deepcluster_learns_as_a_plain_one():
+    images = open_images(stripes_and_spots(480))
+    settings = Settings(n_clusters=2, epochs=4, width=16, batch_size=48, device="cuda", tasks=("instance",))
+    losses = []
+    for records in (False, True):
+        training = start(images, settings, kind=DeepCluster)
+        training.engine.records = records
+        losses.append([training.run_epoch()[0]["loss"] for _ in range(2)])
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)

@@ -1,13 +1,16 @@
-"""The paper's data sets by name, from the files that their makers publish: cifar10:PATH, stl10:PATH, ...
+"""The paper's data sets and Fashion-MNIST by name, from the files that their makers publish: cifar10:PATH, ...
 
 PATH is the published archive, what was unpacked from it, or the folder that either lies in. The protocols are the
-paper's: train and test merged for CIFAR (of CIFAR-100 the 20 superclasses), the labelled images of STL-10, the training
-split of ImageNet's subsets and of Tiny-ImageNet. Labels are for evaluation only.
+paper's: train and test merged for CIFAR (of CIFAR-100 the 20 superclasses), and so for Fashion-MNIST; the labelled
+images of STL-10; the training split of ImageNet's subsets and of Tiny-ImageNet. Labels are for evaluation only.
 """
 
+import gzip
 import io
+import math
 import os
 import pickle
+import struct
 import tarfile
 import zlib
 from collections.abc import Sequence
@@ -33,7 +36,11 @@ IMAGENET_DOGS = tuple(
         *(2102177, 2105056, 2105412, 2105855, 2107142, 2110958, 2112137),
     )
 )
-BENCHMARKS = ("cifar10", "cifar100", "stl10", "stl10-unlabelled", "imagenet-10", "imagenet-dogs", "tiny-imagenet")
+BENCHMARKS = (
+    *("cifar10", "cifar100", "stl10", "stl10-unlabelled", "imagenet-10", "imagenet-dogs", "tiny-imagenet"),
+    "fashion-mnist",
+)
+INSTALLED = {"fashion-mnist": "/usr/share/datasets/fashion-mnist"}  # of Debian's package dataset-fashion-mnist
 
 Contents = dict[str, np.ndarray]  # name of a file, and its bytes
 
@@ -41,6 +48,8 @@ Contents = dict[str, np.ndarray]  # name of a file, and its bytes
 def benchmark_source(name: str, path: str) -> Source:
     """``name``: one of BENCHMARKS."""
     path = os.path.expanduser(path)
+    if not os.path.exists(path) and path == INSTALLED.get(name):
+        raise InputError(f"{name}: {path!r} is not there; install Debian's dataset-{name}, or say {name}:PATH.")
     if not os.path.exists(path):
         raise InputError(f"{name}: there is no file or folder {path!r}; expected the published archive, or its folder.")
     if name == "cifar10":
@@ -49,6 +58,8 @@ def benchmark_source(name: str, path: str) -> Source:
         return _cifar(name, path, "cifar-100-python", "cifar-100-binary", CIFAR100, "coarse_labels", label_bytes=2)
     if name.startswith("stl10"):
         return _stl10(name, path, unlabelled=name == "stl10-unlabelled")
+    if name == "fashion-mnist":
+        return _fashion_mnist(path)
     if name == "tiny-imagenet":
         return _tiny_imagenet(path)
     return _imagenet(name, path, IMAGENET_10 if name == "imagenet-10" else IMAGENET_DOGS)
@@ -224,6 +235,44 @@ def _read_member(member: BinaryIO, n_bytes: int) -> np.ndarray:
         store.discard()
         raise
     return store.finish([], False, False, False).reshape(-1)
+
+
+# ---- Fashion-MNIST: 28 x 28, grey; sizes as big-endian numbers, then all bytes ----------------------------
+
+
+def _fashion_mnist(path: str) -> Source:
+    parts, labels, names = [], [], []
+    for split, prefix in (("train", "train"), ("test", "t10k")):
+        images = _idx_file(path, f"{prefix}-images-idx3-ubyte", 3)
+        classes = _idx_file(path, f"{prefix}-labels-idx1-ubyte", 1)
+        if len(images) != len(classes):
+            raise InputError(f"{path}: {prefix} has {len(images)} images but {len(classes)} labels; download it again.")
+        parts.append(images)
+        labels.append(classes.astype(np.int64))
+        names += [f"{split}/{i}" for i in range(len(images))]
+    return array_source(parts, "fashion-mnist", labels=np.concatenate(labels), names=names)
+
+
+def _idx_file(path: str, file: str, dimensions: int) -> np.ndarray:
+    for inside in ("", "fashion-mnist", "FashionMNIST/raw", "raw"):
+        for name in (file, f"{file}.gz"):
+            whole = os.path.join(path, inside, name)
+            if os.path.isfile(whole):
+                return _read_idx(whole, dimensions)
+    raise InputError(f"fashion-mnist: {path!r} lacks {file}.gz; expected the folder with the four published files.")
+
+
+def _read_idx(path: str, dimensions: int) -> np.ndarray:
+    try:
+        with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
+            content = file.read()
+        head = 4 + 4 * dimensions
+        shape = struct.unpack(f">{dimensions}I", content[4:head])
+        if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) != head + math.prod(shape):
+            raise ValueError("it is no IDX file of bytes, or cut short")
+    except (OSError, EOFError, zlib.error, struct.error, ValueError) as error:
+        raise InputError(f"{path!r} is damaged ({in_short(error)}); download it again.") from error
+    return np.frombuffer(content, np.uint8, offset=head).reshape(shape)
 
 
 # ---- ImageNet: one folder for each class -----------------------------------------------------------------

@@ -39,6 +39,9 @@ class Settings:
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int = setting(50, low=1)
     """Passes over the images."""
+    minutes: float | None = setting(None, low=0)
+    """Time that a fit may take, in place of epochs: as many are chosen as fit into it on this machine, with the
+    learning rate decayed at the end. Reading the images and the report come on top."""
     batch_size: int | None = setting(None, low=2)
     """Images a step. None: 256, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
     learning_rate: float = setting(0.06, low=0)

@@ -25,7 +25,7 @@ import numpy as np
 
 from semclust import cache
 from semclust.arrays import BYTE_RANGE, Range, Size, member, numpy_file, unpacked
-from semclust.benchmarks import BENCHMARKS, benchmark_source
+from semclust.benchmarks import BENCHMARKS, INSTALLED, benchmark_source
 from semclust.datasets import dataset_source, is_dataset
 from semclust.decoding import SUFFIXES
 from semclust.errors import InputError
@@ -153,8 +153,10 @@ def find_source(data: Any, value_range: Range | None = None) -> Source:
 
 
 def is_named(data: str) -> bool:
-    """Whether a word stands for a benchmark: cifar10:/path, but no file or folder of that very name."""
-    return data.partition(":")[0] in BENCHMARKS and ":" in data and not os.path.exists(data)
+    """Whether a word stands for a benchmark: cifar10:/path, or fashion-mnist where Debian's package has it; but no file
+    or folder of that very name."""
+    name, colon, _ = data.partition(":")
+    return (name in BENCHMARKS if colon else name in INSTALLED) and not os.path.exists(data)
 
 
 def _from_path(text: str, value_range: Range | None) -> Source:
@@ -170,7 +172,8 @@ def _from_path(text: str, value_range: Range | None) -> Source:
     if os.path.isfile(text) and is_shard(text):
         return shard_source([text])
     if is_named(text):
-        return benchmark_source(*text.split(":", 1))
+        name, colon, where = text.partition(":")
+        return benchmark_source(name, where if colon else INSTALLED[name])
     if os.path.isfile(text):
         problem = f"files that end in {path.suffix!r} are not read"
     elif scheme := re.match(r"([\w-]{2,}):", text):  # two letters or more, for C:\ is a drive

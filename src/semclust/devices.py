@@ -1,7 +1,9 @@
 """Where tensors are computed: the device, its precision, its random numbers."""
 
 import contextlib
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,3 +71,16 @@ def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
         torch.cuda.set_rng_state(states[1], device)
     elif device.type == "mps" and len(states) > 1:
         torch.mps.set_rng_state(states[1])
+
+
+def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
+    synchronise(device)
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

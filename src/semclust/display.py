@@ -43,6 +43,7 @@ class Display(Watcher):
             within = f" and {training.step} of {len(training.losses)} steps" if training.step else ""
             self.console.print(f"resuming after epoch {training.epoch}{within}")
         self.began, self.images_done, self.estimated = time.monotonic(), 0, training.device.type != "cpu"
+        self.estimated |= settings.minutes is not None  # how long it takes is what was asked for
         self.image_size = min(H, W)
         done = training.step * training.n_images // max(1, len(training.losses))  # of the next epoch
         self.total = (settings.epochs - training.epoch) * training.n_images - done

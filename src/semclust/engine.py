@@ -26,7 +26,7 @@ Step = Callable[..., Tensor]
 class Engine:
     """Compiles functions and records steps where that is possible and pays."""
 
-    def __init__(self, device: torch.device, images_seen: int, compile: bool, on_notice: Callable[[str], None]):
+    def __init__(self, device: torch.device, images_seen: float, compile: bool, on_notice: Callable[[str], None]):
         """``images_seen``: in the whole run. ``compile``: whether to, where it pays."""
         self.on_notice = on_notice
         self.second_stream = torch.cuda.Stream(device) if device.type == "cuda" else None

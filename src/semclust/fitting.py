@@ -16,6 +16,7 @@ from torch import Tensor
 
 from semclust import __version__, cache, metrics
 from semclust.augment import choose_augmentation
+from semclust.budget import Pace, Schedule, make_schedule
 from semclust.checkpoints import CheckpointWriter
 from semclust.config import Settings, check
 from semclust.data import Images
@@ -76,6 +77,7 @@ def fit(
     started = time.monotonic()
     with run.locked() if run is not None else contextlib.nullcontext():
         fitting = Fitting(images, settings, watcher, run, group)
+        settings = fitting.settings  # with the number of epochs, where that follows from the budget
         finished_before = fitting.training.epoch == settings.epochs
         watcher.begin(fitting.training)
         fitting.learn()
@@ -114,14 +116,24 @@ class Fitting:
         self.last_checkpoint, self.waited = self.started, 0.0
         self.kept = (-1, 0)  # epoch and step of the last checkpoint
         self.rows_missing = False  # metrics.csv could not be written
-        self.training = start(images, settings, self.warn, group)
         if run is not None:
             run.remove_parts()
+            begun = run.checkpoint.exists() or run.previous.exists()
+            if not begun and (run.model.exists() or len(run.read_metrics()) > 1):
+                raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
+            self.seconds_before = run.read_seconds() if begun else 0.0
+        self.training = start(images, settings, self.warn, group)
+        self.share_of_steps = keep_to_budget(self.training, run, self.seconds)
+        self.settings = self.training.settings
+        if run is not None:
             self.go_on_from_checkpoint(run)
-            self.seconds_before = run.read_seconds() if self.training.epoch or self.training.step else 0.0
         self.history = self.training.take_over(self.history)
         for row in self.history:
             self.complain(row, aloud=False)
+
+    def seconds(self) -> float:
+        """That the run has taken so far, also before an interruption."""
+        return self.seconds_before + time.monotonic() - self.started
 
     def learn(self) -> None:
         """Epoch after epoch, to the last."""
@@ -129,7 +141,8 @@ class Fitting:
         with StopSignals(self.group) if listens else contextlib.nullcontext() as self.signals, self.writing():
             while self.training.epoch < self.settings.epochs:
                 try:
-                    row, p = self.training.run_epoch(self.after_step)
+                    share = self.share_of_steps(self.training.epoch)
+                    row, p = self.training.run_epoch(self.after_step, share)
                 except NotFiniteError as error:
                     self.lower_rate(error)
                     continue
@@ -231,8 +244,6 @@ class Fitting:
         """Rows of epochs that the checkpoint does not hold are forgotten: they are about to be repeated."""
         found = run.newest_checkpoint(self.warn)
         if found is None:
-            if run.model.exists() or len(run.read_metrics()) > 1:
-                raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
             run.write_metrics(b"")
             self.history = []
             return
@@ -311,6 +322,31 @@ class Fitting:
             raise InputError(f"{path} changed while it was being fitted. Restore it and resume the run, or fit anew.")
 
 
+def keep_to_budget(training: Training, run: RunFolder | None, seconds: Callable[[], float]) -> Callable[[int], float]:
+    """Plan a run for as many epochs as fit into its minutes, where it has such a budget. Returns what tells, before
+    each epoch (from 0), the share of its steps to take. Of a run that goes on, what was decided before holds."""
+    minutes = training.settings.minutes
+    if minutes is None:
+        return lambda epoch: 1.0
+    stored = run.read_schedule() if run is not None else None
+    if stored is not None:
+        schedule = Schedule.from_json(*stored)
+        training.set_epochs(schedule.epochs)
+    elif run is not None and (run.checkpoint.exists() or run.previous.exists()):
+        raise DamagedFileError(f"{run.path / 'schedule.json'} is missing. Restore it from a copy, or fit anew.")
+    else:
+        schedule = make_schedule(training, minutes, seconds)
+    pace = Pace(schedule, training, minutes, seconds, resumed=stored is not None)
+
+    def share_of_steps(epoch: int) -> float:
+        share = pace.share(epoch)
+        if run is not None:
+            run.write_schedule(schedule.to_json())
+        return share
+
+    return share_of_steps
+
+
 def mapped_file(pixels: np.ndarray) -> tuple[str, os.stat_result] | None:
     """The user's file that ``pixels`` are a map of; None where they are none. A file of the cache is written once."""
     base: Any = pixels
@@ -332,6 +368,8 @@ def check_suits(images: Images, settings: Settings, group: Group = ALONE) -> Non
     """Raise InputError where the settings are wrong in themselves, for these images, or for so many processes."""
     check(settings)
     choose_device(settings.device)
+    if settings.minutes is not None and not group.alone:
+        raise InputError(f"minutes={settings.minutes} with {group}: expected one process, or a number of epochs.")
     n, C = len(images.pixels), settings.n_clusters
     if n < 4:
         raise InputError(f"{n} images are too few; expected at least 4, and a few hundred to learn anything.")
@@ -345,11 +383,12 @@ def start(
     settings: Settings,
     on_notice: Callable[[str], None] = lambda message: None,
     group: Group = ALONE,
+    kind: type[Training] = Training,
 ) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings, group)
     augmentation = choose_augmentation(settings.augment, images.pixels.shape[3], settings.crop_size)
-    return Training(images.pixels, settings, augmentation, group.device(settings.device), on_notice, group)
+    return kind(images.pixels, settings, augmentation, group.device(settings.device), on_notice, group)
 
 
 def draw_seed(settings: Settings) -> Settings:

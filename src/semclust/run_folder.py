@@ -10,6 +10,7 @@ embeddings.npy     one row an image, in the order of assignments.csv
 skipped.csv        files that could not be read, with the reason
 summary.json       final figures, time, versions
 time.json          seconds that the run took until its checkpoint
+schedule.json      where time is the budget: what was decided by it
 report.html        a page to look at; report.safetensors holds its thumbnails and map
 """
 
@@ -41,6 +42,7 @@ OF_A_FIT = (  # files that nothing else writes
     "last.ckpt",
     "previous.ckpt",
     "time.json",
+    "schedule.json",
     "skipped.csv",
     "probabilities.npy",
     "embeddings.npy",
@@ -61,6 +63,7 @@ class RunFolder:
         self.previous = path / "previous.ckpt"
         self.model = path / "model"
         self.assignments = path / "assignments.csv"
+        self.schedule = path / "schedule.json"
         self.parquet = path / "assignments.parquet"
         self.probabilities = path / "probabilities.npy"
         self.embeddings = path / "embeddings.npy"
@@ -108,6 +111,14 @@ class RunFolder:
                     found.append((path.stat().st_mtime, str(path), run))
         return max(found)[2] if found else None
 
+    def abandon(self) -> None:
+        """Remove the folder again, where nothing has been learned in it."""
+        if not self.metrics.exists() and not self.checkpoint.exists():
+            for name in ("config.json", "skipped.csv", ".lock"):
+                (self.path / name).unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # there is something else in it
+                self.path.rmdir()
+
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / "config.json", {"format": FORMAT, "semclust": __version__, **config})
 
@@ -118,6 +129,8 @@ class RunFolder:
                 f"{self.path / 'config.json'} has format {config.get('format')!r} (semclust "
                 f"{config.get('semclust', 'unknown')}); this version reads {FORMAT}. Resume it with that version."
             )
+        if (stored := self.read_schedule()) and "settings" in config:  # the epochs follow from the budget of time
+            config["settings"]["epochs"] = stored[0].get("epochs", config["settings"].get("epochs"))
         return config
 
     # ---- while training --------------------------------------------------------------------------
@@ -219,6 +232,14 @@ class RunFolder:
         except (DamagedFileError, KeyError, OverflowError, TypeError, ValueError):
             return 0.0  # a time is not worth an error
         return seconds if 0 <= seconds < math.inf else 0.0
+
+    def write_schedule(self, schedule: dict[str, Any]) -> None:
+        """What ``budget.Schedule`` decided, before the epoch that it is about."""
+        write_json(self.schedule, schedule)
+
+    def read_schedule(self) -> tuple[dict[str, Any], Path] | None:
+        """The same and the file it lies in; None where nothing was decided."""
+        return (read_json(self.schedule), self.schedule) if self.schedule.exists() else None
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from semclust import __version__
 from semclust.augment import choose_augmentation
 from semclust.config import Settings
-from semclust.devices import choose_device
+from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError
 from semclust.loader import Resident, Streamed
@@ -213,19 +213,6 @@ def peak_memory(device: torch.device) -> float | None:
         return None
     unit = 1 if platform.system() == "Darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
-    synchronise(device)
-    start = time.perf_counter()
-    work()
-    synchronise(device)
-    return time.perf_counter() - start
-
-
-def synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # ---- the plain script ---------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +42,7 @@ MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys,
 INFERENCE_BATCH = 1024
 NARROWEST_VIEW = 8  # px
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
+PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
 LOOK_EVERY = 100  # steps, for such: to look is to wait for the device
@@ -177,7 +179,9 @@ class Training:
         for parameter in self.trained:  # as SGD would at the first step, but there from the start to be saved
             self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
-        self.engine = Engine(device, settings.epochs * self.n_images, settings.compile and group.alone, on_notice)
+        budget = settings.minutes
+        images_seen = settings.epochs * self.n_images if budget is None else budget * 60 * PLAIN_IMAGES_A_SECOND
+        self.engine = Engine(device, images_seen, settings.compile and group.alone, on_notice)
         if settings.compile and not group.alone and device.type == "cuda":
             on_notice(
                 "Steps that several processes share are not recorded or compiled yet: for small images one GPU may be "
@@ -208,17 +212,39 @@ class Training:
         """Whether the current epoch trains on this task."""
         return self.epoch >= task.plan.begins
 
+    def set_epochs(self, epochs: int) -> None:
+        """Plan the run anew, before it begins, for another number of epochs."""
+        self.settings = replace(self.settings, epochs=epochs)
+        for name, plan in plan_tasks(self.settings, self.n_images).items():
+            self.learner.tasks[name].plan = plan
+
+    def kind_of_epoch(self, epoch: int) -> tuple[str, str]:
+        """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks.
+        Epochs of one kind take the same time."""
+        if self.instance_alone:
+            return "instance", ""
+        parted = [name for name, task in self.learner.tasks.items() if self._is_parted(task, epoch + 1)]
+        return " ".join(self._learned_in(epoch)), " ".join(parted)
+
+    def _learned_in(self, epoch: int) -> tuple[str, ...]:
+        """The tasks that an epoch learns: another set of them is another step to record."""
+        return tuple(name for name, task in self.learner.tasks.items() if epoch >= task.plan.begins)
+
     # ---- one epoch -------------------------------------------------------------------------------
 
-    def run_epoch(self, on_step: Callable[[int], None] = lambda n: None) -> tuple[dict[str, Any], Tensor]:
+    def run_epoch(
+        self, on_step: Callable[[int], None] = lambda n: None, share: float = 1.0
+    ) -> tuple[dict[str, Any], Tensor]:
         """Train for one epoch, or the rest of one, and renew the labels. Returns the row of figures, and the
         classifier's probabilities p of all images without augmentation (N x C).
 
         on_step: called after each step with its number of images, and with 0 while the labels are renewed. ``state()``
-        is whole there, and an exception that is raised there ends the epoch."""
+        is whole there, and an exception that is raised there ends the epoch.
+        share: of the steps of a whole epoch that this one takes, fewer or more, where time is the budget; of the rest
+        of an epoch, the same as of its beginning."""
         with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
-            row |= self._steps(on_step)
+            row |= self._steps(on_step, share)
             self._agree()
             h, q = self.features(lambda: on_step(0))
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
@@ -227,9 +253,12 @@ class Training:
             figures, p = self._renew_labels_of_all(h, q)
         return row | figures, p
 
-    def _steps(self, on_step: Callable[[int], None]) -> dict[str, float]:
+    def _steps(self, on_step: Callable[[int], None], share: float = 1.0) -> dict[str, float]:
         self._begin_steps()
         order = self._order()
+        if share != 1:
+            more = [self._order() for _ in range(1, math.ceil(share))]
+            order = torch.cat([order, *more])[: max(1, round(share * len(order)))]
         steps = len(order)
         if not self.step:
             self.losses = torch.zeros(steps, 3, device=self.device)
@@ -268,11 +297,11 @@ class Training:
 
     def _begin_steps(self) -> None:
         self.learner.train()
-        phase = tuple(name for name, task in self.learner.tasks.items() if self.learns(task))
+        phase = self._learned_in(self.epoch)
         # What a network keeps besides its weights, such as the means of batch norm, in training and in its twin.
         kept = [*self.learner.encoder.buffers(), *(self.learner.twin.buffers() if self.learner.twin else [])]
         self._statistics = [buffer for buffer in kept if buffer.is_floating_point()]
-        if phase != self._phase:  # another set of tasks is another step to record
+        if phase != self._phase:
             self._phase = phase
             self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
 
@@ -607,7 +636,7 @@ class Training:
             y = labels.most_likely(task.classifier(seen))
         elif not self.learns(task):
             return task.y
-        elif age == 0 or (self.epoch < task.plan.guided_until and age % PARTITION_EVERY == 0):
+        elif self._is_parted(task, self.epoch):
             y = self._same_ids(spectral_partition(q, C, settings.temperature), task)
             if age == 0:
                 task.classifier.start_from(seen, y)
@@ -618,6 +647,13 @@ class Training:
             for some in torch.randperm(len(q), device=q.device).split(INFERENCE_BATCH):
                 task.memory.enqueue(q[some], y[some])
         return y
+
+    @staticmethod
+    def _is_parted(task: ClusterTask, epoch: int) -> bool:
+        """Whether the labels after ``epoch`` epochs come from a partition of the features: at the start of a task and,
+        while it is guided, every few epochs."""
+        age = epoch - task.plan.begins
+        return age == 0 or (age > 0 and epoch < task.plan.guided_until and age % PARTITION_EVERY == 0)
 
     def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
         """Name the clusters of a partition as they were named before, as far as they are the same."""

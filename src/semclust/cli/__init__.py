@@ -10,6 +10,7 @@ semclust reduce runs/photos --to 8
 semclust undo runs/photos
 semclust export runs/photos --format onnx
 semclust report runs/photos
+semclust bench digits --seeds 3
 semclust bench speed
 """
 
@@ -18,35 +19,40 @@ import itertools
 import os
 import sys
 import warnings
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 
 from semclust import __version__
-from semclust.cli import bench, evaluate, fit, output, predict, regroup
-from semclust.cli.bench import Bench
-from semclust.cli.common import INTERRUPTED, FitSettings, end, processes
+from semclust.cli import arena, evaluate, fit, output, predict, regroup, speed
+from semclust.cli.arena import BenchData
+from semclust.cli.common import INTERRUPTED, FitSettings, Preset, end, processes
 from semclust.cli.evaluate import Evaluate
 from semclust.cli.fit import Fit
 from semclust.cli.output import Export, Report
 from semclust.cli.predict import Predict
 from semclust.cli.regroup import Merge, Reduce, Rename, Undo
+from semclust.cli.speed import BenchSpeed
 from semclust.config import Settings, preset
-from semclust.errors import SemclustError
+from semclust.errors import InputError, SemclustError
 
-Command = (
-    Annotated[Fit, tyro.conf.subcommand("fit")]
-    | Annotated[Predict, tyro.conf.subcommand("predict")]
-    | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
-    | Annotated[Merge, tyro.conf.subcommand("merge")]
-    | Annotated[Rename, tyro.conf.subcommand("rename")]
-    | Annotated[Reduce, tyro.conf.subcommand("reduce")]
-    | Annotated[Undo, tyro.conf.subcommand("undo")]
-    | Annotated[Export, tyro.conf.subcommand("export")]
-    | Annotated[Report, tyro.conf.subcommand("report")]
-    | Annotated[Bench, tyro.conf.subcommand("bench")]
-)
-AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export | Report | Bench
+AnyCommand = Fit | Predict | Evaluate | Merge | Rename | Reduce | Undo | Export | Report | BenchData | BenchSpeed
+
+
+def commands(bench: type[BenchData] | type[BenchSpeed]) -> Any:
+    """All commands by name; ``bench`` has two faces, whose flags are different."""
+    return (
+        Annotated[Fit, tyro.conf.subcommand("fit")]
+        | Annotated[Predict, tyro.conf.subcommand("predict")]
+        | Annotated[Evaluate, tyro.conf.subcommand("evaluate")]
+        | Annotated[Merge, tyro.conf.subcommand("merge")]
+        | Annotated[Rename, tyro.conf.subcommand("rename")]
+        | Annotated[Reduce, tyro.conf.subcommand("reduce")]
+        | Annotated[Undo, tyro.conf.subcommand("undo")]
+        | Annotated[Export, tyro.conf.subcommand("export")]
+        | Annotated[Report, tyro.conf.subcommand("report")]
+        | Annotated[bench, tyro.conf.subcommand("bench")]
+    )
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -86,8 +92,10 @@ def run_command(command: AnyCommand, argv: list[str]) -> None:
             predict.run(command, console, group)
         elif isinstance(command, Report):
             output.report(command, console)
-        elif isinstance(command, Bench):
-            bench.run(command, console)
+        elif isinstance(command, BenchSpeed):
+            speed.run(command, console)
+        elif isinstance(command, BenchData):
+            arena.run(command, lambda start: settings_from(argv, start), names_k(argv), console)
         elif isinstance(command, Evaluate):
             evaluate.run(command, console)
         elif isinstance(command, Export):
@@ -96,20 +104,36 @@ def run_command(command: AnyCommand, argv: list[str]) -> None:
             regroup.run(command, console)
 
 
-def parse(argv: list[str]) -> AnyCommand:
-    """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read."""
+def parse(argv: list[str], start_from: str | None = None) -> AnyCommand:
+    """The command in ``argv``. A preset moves the defaults, so it is looked up before the flags are read;
+    ``start_from`` is one to take in place of that which the flags name."""
     default: Any = tyro.MISSING
+    words = [part for word in argv for part in word.split("=", 1)]
+    bench = BenchSpeed if "speed" in argv[1:] else BenchData
     if argv[:1] in (["fit"], ["bench"]):
-        words = [part for word in argv for part in word.split("=", 1)]
+        if {"--epochs", "--minutes"} <= set(words):
+            raise InputError("--epochs and --minutes: expected one of them; minutes decide on the number of epochs.")
         needs_k = argv[0] == "fit" and "--resume" not in words
         settings = FitSettings() if needs_k else FitSettings(n_clusters=Settings.n_clusters)
-        if ("--preset", "paper") in itertools.pairwise(words):
-            settings = dataclasses.replace(settings, **preset("paper"))
-        default = Fit(settings=settings) if argv[0] == "fit" else Bench(what=tyro.MISSING, settings=settings)
+        named = [name for name in get_args(Preset) if ("--preset", name) in itertools.pairwise(words)]
+        for name in [start_from] if start_from else named:
+            settings = dataclasses.replace(settings, **preset(name))
+        default = Fit(settings=settings) if argv[0] == "fit" else bench(tyro.MISSING, settings=settings)
     return tyro.cli(
-        Command,
+        commands(bench),
         args=argv,
         default=default,
         prog="semclust",
         description="Group unlabelled images by meaning.",
     )
+
+
+def settings_from(argv: list[str], start_from: str) -> FitSettings:
+    """The settings of a preset with the flags in ``argv`` over it."""
+    command = parse(argv, start_from)
+    assert isinstance(command, BenchData)
+    return command.settings
+
+
+def names_k(argv: list[str]) -> bool:
+    return any(word.split("=")[0] in ("-k", "--n-clusters") for word in argv)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Literal, NoReturn
 
 import tyro
 from tyro.conf import arg
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from semclust.distributed import Group
 
 INTERRUPTED = 130
+Preset = Literal["quick", "default", "best", "paper"]
 
 
 @dataclass(kw_only=True)
@@ -75,8 +76,8 @@ def absolute(source: str) -> str:
     if Path(source).exists():
         return str(Path(source).resolve())
     if is_named(source):
-        name, path = source.split(":", 1)
-        return f"{name}:{Path(path).expanduser().resolve()}"
+        name, colon, path = source.partition(":")
+        return f"{name}:{Path(path).expanduser().resolve()}" if colon else name
     return os.path.abspath(source) if any(sign in source for sign in "*?[{") else source  # a pattern
 
 

@@ -5,12 +5,12 @@ import dataclasses
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
-from semclust.cli.common import INTERRUPTED, FitSettings, absolute, end, own_name, reading
+from semclust.cli.common import INTERRUPTED, FitSettings, Preset, absolute, end, own_name, reading
 from semclust.config import Settings, check, from_json, to_json, values
 from semclust.errors import GroupError, InputError, StoppedError, TrainingError
 
@@ -28,10 +28,11 @@ class Fit:
 
     data: Annotated[str | None, arg(metavar="[DATA]"), tyro.conf.Positional] = None
     """A folder of images, a .npz or .npy file, tar shards ("shards-{000..015}.tar", "shards-*.tar"), a benchmark
-    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:), or "digits"
-    (embedded)."""
-    preset: Literal["default", "paper"] = "default"
-    """The settings to start from; other flags change single ones."""
+    (cifar10:PATH, cifar100:, stl10:, stl10-unlabelled:, imagenet-10:, imagenet-dogs:, tiny-imagenet:,
+    fashion-mnist:), or "digits" (embedded)."""
+    preset: Preset = "default"
+    """The settings to start from; other flags change single ones. quick and best: the default for fewer and for more
+    epochs; paper: as published."""
     labels: Annotated[str | None, arg(metavar="LABELS")] = None
     """Labels to compare with, for the figures only: a CSV (path,label), a .npy, or "folders"."""
     out: Path = Path("runs")
@@ -97,6 +98,10 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
         raise InputError(
             f"{error}. The run folder is whole up to its last checkpoint. Look after the disk and its space. {again}"
         ) from error
+    except InputError:
+        if not command.resume and group.first:
+            run.abandon()
+        raise
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error

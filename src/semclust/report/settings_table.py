@@ -55,7 +55,7 @@ def fit_command(config: dict[str, Any]) -> str:
         words += ["--labels", str(config["labels"])]
     for field in dataclasses.fields(Settings):
         name, value = field.name, stored.get(field.name, defaults[field.name])
-        if name == "n_clusters" or value == defaults[name]:
+        if name in ("n_clusters", "minutes") or value == defaults[name]:  # the epochs are what the minutes gave
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):

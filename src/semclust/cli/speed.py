@@ -1,4 +1,4 @@
-"""``semclust bench``: measure on this machine."""
+"""``semclust bench speed``: how fast training runs on this machine."""
 
 import dataclasses
 import time
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
-from semclust.cli.common import FitSettings
+from semclust.cli.common import FitSettings, Preset
 from semclust.config import Settings, check, values
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Bench:
+class BenchSpeed:
     """Measure on this machine: how fast training runs, beside a plain training script in the same run."""
 
     what: Annotated[Literal["speed"], arg(metavar="speed"), tyro.conf.Positional]
@@ -33,14 +33,15 @@ class Bench:
     baseline: bool = True
     """Run the plain script too (Pillow views in DataLoader workers, float32, eager) and, on a GPU, the same steps with
     the images streamed."""
-    preset: Literal["default", "paper"] = "default"
-    """The settings to start from; other flags change single ones."""
+    preset: Preset = "default"
+    """The settings to start from; other flags change single ones. quick and best: the default for fewer and for more
+    epochs; paper: as published."""
     out: Annotated[Path | None, arg(metavar="JSON")] = None
     """File for the figures; one that exists is never overwritten. By default bench-speed.json, here, or -2, ..."""
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
 
 
-def run(command: Bench, console: "Console") -> None:
+def run(command: BenchSpeed, console: "Console") -> None:
     started = time.perf_counter()  # before torch is imported: that is part of the time to the first step
     from semclust.speed import in_words, measure_speed
     from semclust.storage import check_new_file, free_path, write_json

@@ -1,0 +1,47 @@
+"""What is compared. A row is a preset and what it changes in that; flags of the command come between the two.
+
+Light: the command line reads the names without importing torch.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Name = Literal["quick", "default", "best", "paper", "k-means", "moco", "deepcluster"]
+
+
+@dataclass(frozen=True)
+class Method:
+    title: str
+    preset: str | None = None  # None: the one that the command names, so that backbone and epochs are the same
+    changes: dict[str, Any] = field(default_factory=dict)
+    by: Literal["semclust", "k-means", "deepcluster"] = "semclust"
+
+
+METHODS: dict[Name, Method] = {
+    "quick": Method("semclust, quick", "quick"),
+    "default": Method("semclust, default", "default"),
+    "best": Method("semclust, best", "best"),
+    "paper": Method("semclust, paper", "paper"),
+    "k-means": Method("k-means on pixels", by="k-means"),
+    "moco": Method("instance contrast (MoCo) + k-means", changes={"tasks": ("instance",)}),
+    "deepcluster": Method("DeepCluster + k-means", by="deepcluster"),
+}
+COMPARED: tuple[Name, ...] = ("default", "paper", "k-means", "moco", "deepcluster")
+
+# What each part is worth: the settings that take it away. The first four are the paper's ablations.
+WITHOUT: dict[str, dict[str, Any]] = {
+    "without cross-cluster discrimination": {"cross_cluster": False},
+    "without online cluster discrimination": {"online": False},
+    "without hard samples": {"hard_samples": False},
+    "instance contrast alone": {"tasks": ("instance",)},
+}
+
+
+def ablation(preset: str) -> dict[str, Method]:
+    """The whole method and the method without each of its parts, by the name that its runs are stored under. The
+    whole and instance contrast alone are rows of the comparison too, and share their runs with it."""
+    whole: dict[str, Method] = {preset: Method(f"semclust, {preset}", preset)}
+    for title, changes in WITHOUT.items():
+        stored = "moco" if changes == METHODS["moco"].changes else title.replace(" ", "-")
+        whole[stored] = Method(title, preset, changes)
+    return whole

@@ -1,0 +1,193 @@
+"""Time as a budget: how many epochs fit into the minutes that a fit may take, and how to keep to them.
+
+Before the first epoch the parts of an epoch are timed on the run itself, which is then set back to its start, and the
+number of epochs is chosen once: the run is the same as one of so many epochs. Only where the machine turns out slower
+or faster than it was does an epoch get fewer or more steps. What was decided lies in the run folder, so that an
+interrupted run goes on by it.
+"""
+
+import bisect
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from semclust.devices import own_random_numbers, seconds_of
+from semclust.engine import PLAIN_STEPS, fast_kernels
+from semclust.errors import DamagedFileError, InputError
+from semclust.train import Training
+
+FEWEST_EPOCHS = 10  # fewer leave no epoch or two for each phase of a run
+TIMED_EPOCHS = 40  # of the plan whose epochs are timed: enough to have every kind of them
+AIM = 0.94  # share of the budget that is planned: checkpoints and figures take a little, too
+EARLY, LATE = 0.88, 0.99  # shares of the budget: while a run is to end between them, its epochs stay whole
+ENOUGH_SECONDS = 0.1  # that steps are timed for
+LEAST_OF_AN_EPOCH, MOST_OF_AN_EPOCH = 0.01, 20.0  # times its steps, that an epoch may take to catch up or fill in
+LATEST = 0.1  # share of the epochs, by whose time the speed of the machine is judged
+
+Kind = tuple[str, str]  # what an epoch learns, and what it parts at its end: see ``Training.kind_of_epoch``
+
+
+class Planned(Protocol):
+    """What a run says of its epochs."""
+
+    def kind_of_epoch(self, epoch: int) -> Kind: ...
+
+
+@dataclass
+class Schedule:
+    """What was decided for a run, and the times that it was decided by."""
+
+    epochs: int
+    steps: dict[str, float]  # seconds of an epoch's steps, by what it learns
+    renewal: dict[str, float]  # seconds of an epoch's end, by what it learns and parts
+    end: float  # seconds after the last epoch
+    shares: list[float] = field(default_factory=list)  # of their steps that the epochs took, as far as decided
+
+    def seconds(self, kinds: Iterable[Kind], share: float = 1.0) -> float:
+        """Of epochs of these kinds that take this share of their steps. A kind that was not met when times were taken,
+        as that plan had other epochs, is as slow as the slowest."""
+        steps, renewal = max(self.steps.values()), max(self.renewal.values())
+        return sum(
+            n * (share * self.steps.get(kind[0], steps) + self.renewal.get("; ".join(kind), renewal))
+            for kind, n in Counter(kinds).items()
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any], source: Path) -> "Schedule":
+        try:
+            made = cls(**values)
+            if made.epochs < 1 or not made.steps or not made.renewal or not all(share > 0 for share in made.shares):
+                raise ValueError("values out of range")
+            return made
+        except (TypeError, ValueError, AttributeError) as error:
+            raise DamagedFileError(f"{source} is damaged ({error}). Restore it from a copy, or fit anew.") from error
+
+
+class Pace:
+    """Keeps a run to its budget, from epoch to epoch."""
+
+    def __init__(
+        self, schedule: Schedule, plan: Planned, minutes: float, seconds: Callable[[], float], resumed: bool = False
+    ):
+        """``seconds``: that the run has taken so far, also before an interruption."""
+        self.kinds = [plan.kind_of_epoch(epoch) for epoch in range(schedule.epochs)]
+        self.schedule, self.budget, self.seconds = schedule, 60 * minutes, seconds
+        self.latest: tuple[float, float] | None = None  # when the latest epoch began, and how long it was to take
+        self.times: list[tuple[float, float]] = []  # that each epoch took, and that it was expected to take
+        self.unlike_others = resumed  # the first epoch after an interruption compiles and records again
+
+    def share(self, epoch: int) -> float:
+        """Of the steps of a whole epoch that the next one, ``epoch``, takes. To be asked before each, once."""
+        now = self.seconds()
+        if self.latest is not None and not self.unlike_others:
+            self.times.append((now - self.latest[0], self.latest[1]))
+        self.unlike_others = self.unlike_others and self.latest is None
+        if epoch == len(self.schedule.shares):
+            self.schedule.shares.append(self._choose(epoch, now))
+        share = self.schedule.shares[epoch]  # of an epoch that is repeated after an interruption: as it was
+        self.latest = now, self.schedule.seconds([self.kinds[epoch]], share)
+        return share
+
+    def _choose(self, epoch: int, now: float) -> float:
+        kinds, slowness = self.kinds[epoch:], self._slowness()
+        whole = slowness * (self.schedule.seconds(kinds) + self.schedule.end)
+        steady = set(self.schedule.shares[-1:]) <= {1.0}  # once an epoch was not whole, all follow the clock closely
+        if steady and EARLY * self.budget <= now + whole <= LATE * self.budget:
+            return 1.0
+        fixed = slowness * (self.schedule.seconds(kinds, share=0.0) + self.schedule.end)
+        left = AIM * self.budget - now - fixed
+        return min(MOST_OF_AN_EPOCH, max(LEAST_OF_AN_EPOCH, left / (whole - fixed)))
+
+    def _slowness(self) -> float:
+        """Times that the latest epochs took the time they were expected to take; 1 while there are too few to tell."""
+        enough = max(1, round(LATEST * self.schedule.epochs))
+        latest = self.times[-enough:]
+        if len(latest) < enough:
+            return 1.0
+        took, expected = map(sum, zip(*latest, strict=True))
+        return max(1e-3, took / expected)
+
+
+def make_schedule(training: Training, minutes: float, seconds: Callable[[], float]) -> Schedule:
+    """Time the run's epochs and plan it, still at its start, for as many as fit."""
+    training.set_epochs(TIMED_EPOCHS)
+    schedule = measure(training)
+    left = AIM * 60 * minutes - seconds() - schedule.end
+
+    def takes(epochs: int) -> float:
+        training.set_epochs(epochs)
+        return schedule.seconds(map(training.kind_of_epoch, range(epochs)))
+
+    least = takes(FEWEST_EPOCHS)
+    if least > left:
+        smallest = (least - left) / AIM / 60 + minutes
+        raise InputError(
+            f"minutes={minutes:g} is too short: {FEWEST_EPOCHS} epochs, the fewest that make sense, need about "
+            f"{rounded_up(smallest):g} minutes here. Give it {rounded_up(1.1 * smallest):g}, or a GPU, a smaller "
+            "image_size or fewer images."
+        )
+    too_many = 2 * FEWEST_EPOCHS
+    while takes(too_many) <= left:
+        too_many *= 2
+    epochs = bisect.bisect_right(range(too_many), left, lo=FEWEST_EPOCHS, key=takes) - 1
+    training.set_epochs(epochs)
+    schedule.epochs = epochs
+    return schedule
+
+
+def measure(training: Training) -> Schedule:
+    """Seconds of the parts of an epoch. The run is as it was, afterwards; only what was compiled remains."""
+    start = {name: tensor.clone() for name, tensor in training.state().items()}
+    kinds = dict(reversed([(training.kind_of_epoch(epoch), epoch) for epoch in range(training.settings.epochs)]))
+    steps: dict[str, float] = {}
+    renewal: dict[str, float] = {}
+    with own_random_numbers(training.settings.random_state, 0, training.device), fast_kernels(training.device):
+        to_features = usual_seconds(training.features, training)
+        for kind, epoch in sorted(kinds.items(), key=lambda item: item[1]):
+            learned, training.epoch = kind[0], epoch
+            if learned not in steps:
+                steps[learned] = seconds_of_steps(training)
+                features = training.features()
+            training.epoch = epoch + 1
+            to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
+            renewal["; ".join(kind)] = to_features + to_renew
+    training.load_state(start, 0, Path("the start of the run"))
+    return Schedule(0, steps, renewal, end=2 * to_features)  # the last pass over the images is in full precision
+
+
+def seconds_of_steps(training: Training) -> float:
+    """Of the steps of a whole epoch, judged by a few of them."""
+    whole = len(training._order())
+
+    def take(n: int) -> Callable[[], Any]:
+        def steps() -> None:
+            training._steps(lambda _: None, n / whole)
+            training.step = 0  # to begin anew with the next call
+
+        return steps
+
+    timed = min(whole, PLAIN_STEPS + 1)
+    take(timed)()  # records, where steps are recorded
+    while True:
+        seconds = usual_seconds(take(timed), training)
+        if timed == whole or seconds >= ENOUGH_SECONDS:
+            return seconds * whole / timed
+        timed = min(whole, 4 * timed)
+
+
+def usual_seconds(work: Callable[[], Any], training: Training) -> float:
+    """The lesser of two times: the first may compile, and other programs hold a machine up now and then."""
+    return min(seconds_of(work, training.device) for _ in range(2))
+
+
+def rounded_up(minutes: float) -> float:
+    """To two digits."""
+    unit = 10.0 ** (math.floor(math.log10(max(minutes, 1e-3))) - 1)
+    return round(math.ceil(minutes / unit) * unit, 6)
