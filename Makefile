@@ -1,13 +1,14 @@
 # make demo   fit the embedded digits on the CPU
 # make test   run the whole test suite
 # make check  lint, format and type check
+# make soak   the long tests: 200 fits and 50 resumes in one process, 100,000 damaged files for every reader (about 1 h)
 # Everything is installed into .venv; the versions are those of constraints.txt.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check clean
+.PHONY: demo test check soak clean
 
 demo: .venv/demo
 	$(BIN)/semclust fit digits -k 10 --device cpu
@@ -19,6 +20,10 @@ check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+soak: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/soak.py
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore benchmarks/fuzz.py
 
 .venv/made:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \

@@ -42,6 +42,12 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     return folder
 
 
+@pytest.fixture(autouse=True)
+def checkpoint_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is."""
+    monkeypatch.setattr("semclust.fitting.QUICK_CHECKPOINT", 100.0)
+
+
 class TinyBackbone(nn.Module):
     """One convolution with batch norm: trains in milliseconds, always from the same weights."""
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
@@ -129,6 +130,7 @@ def test_a_fit_writes_a_run_folder(finished, photos):
             "config.json",
             "metrics.csv",
             "last.ckpt",
+            "previous.ckpt",
             "model",
             "assignments.csv",
             "embeddings.npy",
@@ -223,7 +225,9 @@ def test_labels_only_add_figures(photos, finished, labels_csv, here, capsys):
     assert call("fit", photos, *FAST, "--labels", labels_csv.name) == 0
     assert "labels were used for this line only" in capsys.readouterr().out
     run = here / "runs/photos"
-    assert contents(run, ["last.ckpt", "assignments.csv"]) == contents(finished, ["last.ckpt", "assignments.csv"])
+    assert contents(run, ["assignments.csv"]) == contents(finished, ["assignments.csv"])
+    states = [RunFolder(each).read_checkpoint()[0] for each in (run, finished)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[1] if name != "metrics")
     assert {"acc", "nmi", "ari"} <= rows(run / "metrics.csv")[0].keys()
     assert 0 < json.loads((run / "summary.json").read_text())["acc"] <= 1
     assert json.loads((run / "config.json").read_text())["labels"] == str(labels_csv)
@@ -350,25 +354,48 @@ def test_a_run_whose_images_changed_is_not_resumed(photos, here, capsys):
     assert contents(here / "runs/own") == before
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"\x80\x04.", None], ids=["empty", "garbage", "pickle", "half"])
-def test_a_damaged_checkpoint_is_named(interrupted, content, capsys):
-    path = interrupted / "last.ckpt"
+DAMAGE = [b"", b"garbage", b"\x80\x04.", None]
+
+
+def damage(path: Path, content: bytes | None) -> None:
     path.write_bytes(path.read_bytes()[:5000] if content is None else content)
+
+
+@pytest.mark.parametrize("content", DAMAGE, ids=["empty", "garbage", "pickle", "half"])
+def test_damaged_checkpoints_are_named(interrupted, content, capsys):
+    damage(interrupted / "last.ckpt", content)
+    damage(interrupted / "previous.ckpt", content)
     rows_before = (interrupted / "metrics.csv").read_bytes()
-    assert "last.ckpt" in refused(capsys, "fit", "--resume", interrupted)
+    said = refused(capsys, "fit", "--resume", interrupted)
+    assert "last.ckpt" in said and "previous.ckpt" in said
     assert (interrupted / "metrics.csv").read_bytes() == rows_before
+
+
+@pytest.mark.parametrize("content", [*DAMAGE, "missing"], ids=["empty", "garbage", "pickle", "half", "missing"])
+def test_in_place_of_a_damaged_checkpoint_goes_the_one_before_it(interrupted, finished, content, capsys):
+    if content == "missing":
+        (interrupted / "last.ckpt").unlink()
+    else:
+        damage(interrupted / "last.ckpt", content)
+    assert call("fit", "--resume", interrupted) == 0
+    said = capsys.readouterr().out
+    assert "last.ckpt" in said and "from the checkpoint before it, previous.ckpt" in said
+    assert "resuming after epoch 1" in said
+    assert contents(interrupted) == contents(finished)
 
 
 def test_a_run_that_was_stopped_before_its_first_checkpoint_starts_anew(interrupted, finished):
     (interrupted / "last.ckpt").unlink()
+    (interrupted / "previous.ckpt").unlink()
     rows = (interrupted / "metrics.csv").read_text().splitlines(keepends=True)
     (interrupted / "metrics.csv").write_text("".join(rows[:2]))
     assert call("fit", "--resume", interrupted) == 0
     assert contents(interrupted) == contents(finished)
 
 
-def test_a_finished_run_without_its_checkpoint_is_left_alone(run, capsys):
+def test_a_finished_run_without_its_checkpoints_is_left_alone(run, capsys):
     (run / "last.ckpt").unlink()
+    (run / "previous.ckpt").unlink()
     kept = [name for name in ALL_RESULTS if name != "last.ckpt"]
     before = contents(run, kept)
     assert "last.ckpt is missing" in refused(capsys, "fit", "--resume", run)
@@ -376,13 +403,13 @@ def test_a_finished_run_without_its_checkpoint_is_left_alone(run, capsys):
 
 
 @pytest.mark.parametrize("content", [b"epoch,loss\ngarbage\n", b"\xff\xfe\n" * 3, None])
-def test_damaged_rows_are_named(run, content, capsys):
-    """A finished run without its rows has no score to show."""
+def test_damaged_rows_are_those_of_the_checkpoint_again(run, finished, content):
     if content is None:
         (run / "metrics.csv").unlink()
     else:
         (run / "metrics.csv").write_bytes(content)
-    assert "metrics.csv" in refused(capsys, "fit", "--resume", run)
+    assert call("fit", "--resume", run) == 0
+    assert contents(run) == contents(finished)
 
 
 @pytest.mark.parametrize(

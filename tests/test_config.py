@@ -38,6 +38,7 @@ NAMES = [
     "projection_norm",
     "projection_per_task",
     "batch_norm_groups",
+    "batch_norm",
     "contrast",
     "momentum",
     "symmetric",
@@ -98,6 +99,7 @@ BAD = [
     *[("projection_norm", value) for value in (1, None)],
     *[("projection_per_task", value) for value in (1, "")],
     *[("batch_norm_groups", value) for value in (0, -8, 1.5, None)],
+    *[("batch_norm", value) for value in ("none", "", None, True, ["local"])],
     *[("contrast", value) for value in ("x", "MoCo", None, 0, True)],
     *[("memory_size", value) for value in (0, -1, 4096.5)],
     *[("tasks", value) for value in ((), [], ("under",), ("foo",), ("cluster", "foo"), "cluster", None, {"cluster"})],
@@ -137,7 +139,7 @@ def test_every_setting_but_the_device_refuses_something():
 @pytest.mark.parametrize(
     "name, value, expected",
     [
-        ("n_clusters", 1, "at least 2"),
+        ("n_clusters", 1, "from 2 to 1000000"),
         ("n_clusters", 2.5, "a whole number"),
         ("momentum", 1.5, "from 0 to 1"),
         ("image_size", 2000, "from 4 to 1024"),

@@ -174,7 +174,7 @@ def row_of(epoch=10, spread=0.8, sizes=(25, 25, 25, 25)):
 
 def say(row, semantic=True, **changes):
     row = row if semantic else row | {"churn": math.nan}  # no clusters were learned yet
-    return complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes}))
+    return list(complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes})).values())
 
 
 def test_a_healthy_run_gives_no_complaint():
@@ -188,7 +188,7 @@ def test_a_healthy_run_gives_no_complaint():
 def test_collapse_is_told_at_any_time_with_what_to_try(semantic):
     chosen = {"momentum": 0.9, "learning_rate": 0.5, "warmup_epochs": 2, "projection_norm": False}
     (message,) = say(row_of(3, spread=0.01), semantic, **chosen)
-    assert "collapsed" in message and "now 0.5" in message
+    assert "collapsed" in message and "epoch 3: spread 0.010" in message and "now 0.5" in message
     assert all(
         advice in message for advice in ("learning_rate of 0.17", "momentum 0.99", "warmup_epochs", "projection_norm")
     )
@@ -204,7 +204,7 @@ def test_no_complaint_advises_what_is_already_set():
 def test_a_giant_cluster_is_told_once_there_are_clusters():
     row = row_of(5, sizes=(85, 5, 5, 5))
     (message,) = say(row, epochs=50, min_cluster_size=0.0)
-    assert "One cluster holds more than 80%" in message and "try" in message
+    assert "One cluster holds 85% of the images (epoch 5" in message and "try" in message
     assert "more epochs (now 50) and min_cluster_size 0.16" in message
     assert say(row, semantic=False) == []
 

@@ -19,6 +19,7 @@ from semclust.devices import choose_device
 from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
 from semclust.run_folder import RunFolder
+from semclust.storage import on_host
 from semclust.train import (
     MOMENTUM,
     PARTITION_EVERY,
@@ -112,7 +113,7 @@ def test_an_epoch_visits_every_image_in_batches_of_one_size():
         seen = np.bincount(np.concatenate(batches[-4:]), minlength=50)
         assert seen.min() == 1 and seen.sum() == 52 and seen.max() == 2  # two come once more, to fill the last batch
     assert batches[:4] != batches[4:]
-    assert counts == [12, 13, 12, 13] * 2  # what is told adds up to the images there are
+    assert counts == [12, 13, 12, 13, 0] * 2  # what is told adds up to the images there are
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
@@ -952,23 +953,71 @@ def test_a_callable_augmentation_is_used_for_queries_and_keys():
 
 
 class BadView:
-    """The image itself; in one step of one epoch, NaN."""
+    """The image itself; in some steps of all that there are, counted from 1, NaN."""
 
-    def __init__(self, epoch: int, step: int, steps: int):
-        self.bad, self.calls = 2 * ((epoch - 1) * steps + step - 1), 0
+    def __init__(self, *bad: int):
+        self.bad, self.calls = bad, 0
 
     def __call__(self, x):
         self.calls += 1
-        return x * math.nan if self.calls - 1 == self.bad else x
+        return x * math.nan if (self.calls + 1) // 2 in self.bad else x
 
 
-def test_a_loss_that_is_not_finite_names_step_and_epoch_and_keeps_the_last_good_checkpoint(tmp_path):
+@pytest.mark.parametrize("contrast", CONTRASTS)
+@pytest.mark.parametrize("symmetric", [False, True])
+def test_a_step_that_is_not_finite_changes_nothing(contrast, symmetric):
+    training = started(augment=BadView(7), contrast=contrast, symmetric=symmetric, **FROM_THE_START)
+    training.run_epoch()
+    training.run_epoch()
+    before = on_host(training.state())
+    assert step_on(training, torch.arange(16)).isnan().all()
+    after = training.state()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert all(name.startswith("learner.twin.") and "running" not in name for name in moved)  # it follows the weights
+    assert step_on(training, torch.arange(16)).isfinite().all()
+    assert not torch.equal(before["velocity.0"], training.state()["velocity.0"])
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path):
+    listener, run = Listener(), RunFolder.create(tmp_path, "run")
+    fitted = fitting.fit(make_images(), tiny(augment=BadView(2, 3, 5, 11), epochs=5), listener, run)
+    assert [row["skipped_steps"] for row in fitted.history] == [2, 1, 0, 1, 0]
+    assert all(math.isfinite(row["loss"]) for row in fitted.history)
+    assert sum("skipped" in message for message in listener.heard) == 1
+    assert all(value.isfinite().all() for value in run.read_checkpoint()[0].values())
+    assert [row["skipped_steps"] for row in run.read_metrics()] == [2, 1, 0, 1, 0]
+    assert np.isfinite(fitted.q).all()
+
+
+def test_after_three_such_steps_in_a_row_a_run_goes_back_and_learns_more_slowly(tmp_path):
+    """Also where they are of two epochs; and the checkpoint remembers the rate."""
+    listener, run = Listener(), RunFolder.create(tmp_path, "run")
+    settings = tiny(augment=BadView(9, 10, 11), epochs=5, learning_rate=0.06)
+    fitted = fitting.fit(make_images(), settings, listener, run)
+    (told,) = [message for message in listener.heard if "in a row" in message]
+    assert "from 0.06 to 0.02" in told and "went on from epoch 3" in told
+    expected = [row["learning_rate"] for row in fitting.fit(make_images(), tiny(epochs=5, learning_rate=0.06)).history]
+    found = [row["learning_rate"] for row in fitted.history]
+    assert found[:3] == expected[:3] and found[3:] == pytest.approx([rate / 3 for rate in expected[3:]])
+    assert [row["epoch"] for row in run.read_metrics()] == [1, 2, 3, 4, 5]
+    again = fitting.fit(make_images(), settings, run=run)
+    assert any("from 0.06 to 0.02" in message for message in again.warnings)
+
+
+def test_without_a_run_folder_it_goes_back_to_the_start():
+    listener = Listener()
+    fitted = fitting.fit(make_images(), tiny(augment=BadView(4, 5, 6), epochs=3), listener)
+    assert any("went on from epoch 0" in message for message in listener.heard)
+    assert [row["epoch"] for row in fitted.history] == [1, 2, 3]
+
+
+def test_a_run_that_is_not_finite_even_then_ends_and_keeps_the_last_good_checkpoint(tmp_path):
     images = make_images()
-    healthy = tiny(augment=BadView(99, 1, 3), epochs=5, learning_rate=0.06)
+    healthy = tiny(augment=BadView(), epochs=5, learning_rate=0.06)
     expected = unbroken(tmp_path, images, healthy)
     run = RunFolder.create(tmp_path, "bad")
-    with pytest.raises(TrainingError, match=r"nan at step 2 of 3 in epoch 4\. Lower the learning rate \(now 0\.06\)"):
-        fitting.fit(images, tiny(augment=BadView(4, 2, 3), epochs=5, learning_rate=0.06), run=run)
+    with pytest.raises(TrainingError, match=r"step 3 of epoch 4\. .*lowered before, to 0\.02.*\(now 0\.06\)"):
+        fitting.fit(images, tiny(augment=BadView(*range(10, 99)), epochs=5, learning_rate=0.06), run=run)
     tensors, epoch = run.read_checkpoint()
     assert epoch == 3 and all(value.isfinite().all() for value in tensors.values())
     assert [row["epoch"] for row in run.read_metrics()] == [1, 2, 3]
@@ -984,7 +1033,7 @@ def test_a_learning_rate_that_is_far_too_high_is_told_and_spoils_no_checkpoint(t
     """With one step an epoch, the weights break after the last loss of the epoch was computed."""
     run = RunFolder.create(tmp_path, "run")
     settings = tiny(learning_rate=1e38, warmup_epochs=0, epochs=3, batch_size=batch_size, **changes)
-    with pytest.raises(TrainingError, match=r"epoch [12].*learning rate \(now 1e\+38\)"):
+    with pytest.raises(TrainingError, match=r"epoch [123].*learning rate \(now 1e\+38\)"):
         fitting.fit(make_images(), settings, run=run)
     if run.checkpoint.exists():
         training = fitting.start(make_images(), settings)
@@ -1041,7 +1090,7 @@ def test_one_giant_cluster_is_told():
     listener = Listener()
     settings = tiny(backbone=Collapsed(), epochs=6, min_cluster_size=0.0, **FROM_THE_START)
     fitted = fitting.fit(make_images(), settings, listener)
-    assert any("One cluster holds more than 80%" in message for message in listener.heard)
+    assert any("One cluster holds 100%" in message for message in listener.heard)
     assert any("3 of 4 clusters are empty" in message for message in listener.heard)
     assert (fitted.labels == 0).all()
 

@@ -4,6 +4,7 @@ Shapes: N images, H x W pixels, c channels.
 """
 
 import math
+import os
 import struct
 import zipfile
 from collections.abc import Iterator
@@ -126,7 +127,7 @@ def member(loaded: Any, path: Path, key: str) -> np.ndarray:
     """One array of an open .npz: mapped where np.savez wrote it, read where it is compressed."""
     entry = loaded.zip.getinfo(key if key in loaded.zip.namelist() else f"{key}.npy")
     if entry.compress_type != zipfile.ZIP_STORED:
-        return loaded[key]
+        return unpacked(loaded, path, key)
     with open(path, "rb") as file:
         file.seek(entry.header_offset)
         fixed = file.read(30)  # of the local header; the lengths of name and extra field stand at its end
@@ -135,5 +136,27 @@ def member(loaded: Any, path: Path, key: str) -> np.ndarray:
         read_header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, in_columns, dtype = read_header(file)
         if version > (2, 0) or dtype.hasobject or 0 in shape or not shape:
-            return loaded[key]  # which refuses objects
+            return unpacked(loaded, path, key)  # which refuses objects
         return np.memmap(path, dtype, "r", file.tell(), shape, "F" if in_columns else "C")
+
+
+def unpacked(loaded: Any, path: Path, key: str) -> np.ndarray:
+    """One array of an open .npz, in memory: a few bytes can be packed to stand for any number of them."""
+    entry = loaded.zip.getinfo(key if key in loaded.zip.namelist() else f"{key}.npy")
+    if entry.file_size > memory_of_machine():
+        raise InputError(
+            f"{str(path)!r} holds {entry.file_size / 2**30:,.1f} GiB under {key!r}, more than this machine has memory; "
+            "write it without compression, by np.savez, so that it is read from the disk."
+        )
+    array = loaded[key]
+    if not isinstance(array, np.ndarray):  # NumPy gives what is no array as it is
+        raise InputError(f"{str(path)!r} holds no array under {key!r}; write it again with np.savez.")
+    return array
+
+
+def memory_of_machine() -> float:
+    """Bytes; infinite where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return math.inf

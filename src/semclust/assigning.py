@@ -6,9 +6,10 @@ Memory does not grow with the number of images. What is written appears under it
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ import torch
 from semclust import metrics
 from semclust.assignments import assignment_rows, assignments_file, csv_bytes
 from semclust.data import Images
+from semclust.distributed import ALONE, Group
 from semclust.errors import InputError
 from semclust.predictor import Predictor
 from semclust.sorting import By, SortedFolder
+from semclust.sources import complain_if_most_are
 from semclust.storage import WholeFile, free_path
+from semclust.workers import share_cores
 
 FEW = 10  # images whose rows are kept to be shown
 
@@ -49,19 +53,31 @@ def assign(
     by: By = "link",
     on_image: Callable[[int], None] | None = None,
     on_part: Callable[[int], None] | None = None,
+    group: Group = ALONE,
 ) -> Assigned:
     """Write the table ``out`` (by default DATA-clusters.csv, here), and beside it what else is asked for.
 
     on_image: called for each file that is read, with their number; on_part: with how many images are done.
     Where the source ends in an InputError, what came before it is kept, and the error is raised.
+    Several processes (``group``) share the work; the first writes what one would write, the others nothing.
     """
     groups, done = predictor.groups, Assigned()
     failures: list[InputError] = []
-    parts = until_error(predictor.stream(data, on_image), failures)
+    parts: Iterator[Part]
+    if group.alone:
+        parts = (Part(images, *predict(predictor, images, device)) for images in predictor.stream(data, on_image))
+    else:
+        share_cores(group.local_size)
+        parts = parts_of_all(predictor, data, device, group, with_pixels=into is not None)
+    parts = until_error(parts, failures)
+    if not group.first:
+        for _ in parts:  # they are predicted here, and written by the first
+            pass
+        return done
     first = next(parts, None)
     if first is None:
         raise failures[0] if failures else InputError(f"{data!r} holds no image that could be read.")
-    out = out or free_path(Path(f"{first.source}-clusters.csv"))
+    out = out or free_path(Path(f"{first.images.source}-clusters.csv"))
 
     table, vectors, left_out = (
         WholeFile(path, replace=False)
@@ -74,7 +90,7 @@ def assign(
         append = stack.enter_context(_rows_of_array(vectors)) if embeddings else None
         done.sorted_folder = stack.enter_context(SortedFolder(into, groups, by)) if into else None
         skipped: BinaryIO | None = None
-        for images in chain([first], parts):
+        for images, p, q in chain([first], parts):
             if images.skipped:
                 if skipped is None:
                     skipped = stack.enter_context(left_out)
@@ -83,7 +99,6 @@ def assign(
                 done.n_skipped += len(images.skipped)
             if not images.names:
                 continue
-            p, q = predictor(images.pixels, device)
             found = np.array(groups.ids)[p.argmax(1)]
             write(images.names, p)
             if append:
@@ -110,7 +125,64 @@ def assign(
     return done
 
 
-def until_error(parts: Iterator[Images], failures: list[InputError]) -> Iterator[Images]:
+class Part(NamedTuple):
+    """Some images, and what the model finds about them: p (n x R) and q (n x d)."""
+
+    images: Images
+    p: np.ndarray
+    q: np.ndarray
+
+
+def predict(predictor: Predictor, images: Images, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities and embeddings; of no images, none."""
+    return predictor(images.pixels, device) if images.names else (np.empty((0, 0)), np.empty((0, 0)))
+
+
+def parts_of_all(
+    predictor: Predictor, data: Any, device: torch.device, group: Group, with_pixels: bool
+) -> Iterator[Part]:
+    """The parts that one process would have, in the same order, on the first rank. In every round each rank takes the
+    next part. with_pixels: also of images that are no files, to be written as such."""
+    own = group.in_turn(lambda: predictor.stream(data, turn=(group.rank, group.size)))
+    skipped: list[tuple[str, str]] = []
+    n_images = 0
+    while True:
+        found = group.to_first(next_part(own, predictor, device, with_pixels))
+        for part in found:
+            if not isinstance(part, Part):
+                break
+            skipped += part.images.skipped[part.images.n_unlisted :]
+            n_images += len(part.images.names)
+            yield part
+        if group.from_first(partial(is_over, found)):
+            break
+    complain_if_most_are(skipped, n_images + len(skipped))
+
+
+def next_part(
+    own: Iterator[Images], predictor: Predictor, device: torch.device, with_pixels: bool
+) -> "Part | InputError | None":
+    """None at the end."""
+    try:
+        images = next(own, None)
+    except InputError as error:
+        return error
+    if images is None:
+        return None
+    part = Part(images, *predict(predictor, images, device))
+    if not with_pixels or images.folder is not None:
+        images.pixels = images.pixels[:0]
+    return part
+
+
+def is_over(found: "list[Part | InputError | None]") -> bool:
+    for part in found:
+        if isinstance(part, InputError):
+            raise part
+    return any(part is None for part in found)
+
+
+def until_error(parts: Iterator[Part], failures: list[InputError]) -> Iterator[Part]:
     """The same parts; an InputError ends them and is kept."""
     try:
         yield from parts

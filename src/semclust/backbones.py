@@ -160,7 +160,7 @@ def build_backbone(
     # Small images get by with fewer layers and channels, and then train in a minute on a CPU.
     if backbone == "auto":
         backbone = "resnet18" if min(H, W) >= 32 else "resnet10"
-    if backbone not in BLOCKS:
+    if not isinstance(backbone, str) or backbone not in BLOCKS:
         raise InputError(f"backbone={backbone!r}: expected {', '.join(BLOCKS)}, or in Python an nn.Module.")
     width = width or max(16, min(64, min(H, W) ** 2 // 16 // 8 * 8))
     return SmallImageResNet(backbone, in_channels, width, max_pool), 8 * width

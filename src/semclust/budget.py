@@ -167,7 +167,11 @@ def seconds_of_steps(training: Training) -> float:
     whole = len(training._order())
 
     def take(n: int) -> Callable[[], Any]:
-        return lambda: training._steps(lambda _: None, n / whole)
+        def steps() -> None:
+            training._steps(lambda _: None, n / whole)
+            training.step = 0  # to begin anew with the next call
+
+        return steps
 
     timed = min(whole, PLAIN_STEPS + 1)
     take(timed)()  # records, where steps are recorded

@@ -33,7 +33,7 @@ def setting(default: Any, low: float | None = None, high: float | None = None, k
 class Settings:
     """How to learn. The defaults are what works best so far; `preset("paper")` is the paper."""
 
-    n_clusters: int = setting(10, low=2, kw_only=False)
+    n_clusters: int = setting(10, low=2, high=1_000_000, kw_only=False)
     """Number of clusters C."""
 
     # ---- how long and how fast ----------------------------------------------------------------
@@ -65,13 +65,13 @@ class Settings:
     backbone: Backbone = "auto"
     """Network under the projection: resnet10, resnet18, resnet34; in Python also your own nn.Module.
     auto: resnet18, and resnet10 for images under 32 px."""
-    width: int | None = setting(None, low=1)
+    width: int | None = setting(None, low=1, high=4096)
     """Channels of the ResNet's first stage. None: 64, and fewer for images under 32 px."""
     max_pool: bool = False
     """Halve the resolution after the stem, as IIC and PICA do."""
     sobel: bool = False
     """Feed the network edges in place of colours, as PICA does."""
-    projection_dim: int = setting(128, low=2)
+    projection_dim: int = setting(128, low=2, high=65_536)
     """Dimension d of a representation q."""
     projection_norm: bool = True
     """Batch norm inside the projection."""
@@ -79,6 +79,9 @@ class Settings:
     """A projection of its own for each task, in place of a shared one."""
     batch_norm_groups: int = setting(1, low=1)
     """Split each batch for batch norm, so that keys cannot be told by their batch's statistics."""
+    batch_norm: Literal["synchronised", "local"] = "synchronised"
+    """With several processes: batch norm over the whole batch, as one process has it; or over each process's own
+    part, with the keys shuffled among the processes, as MoCo has it, which waits less."""
 
     # ---- the method --------------------------------------------------------------------------
     contrast: Literal["moco", "simclr", "instance-memory"] = "moco"
@@ -226,4 +229,7 @@ def check(settings: Settings) -> None:
 
 
 def _is_number(value: Any, whole: bool) -> bool:
-    return isinstance(value, numbers.Integral if whole else numbers.Real) and math.isfinite(value)
+    try:
+        return isinstance(value, numbers.Integral if whole else numbers.Real) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False

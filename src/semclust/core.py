@@ -41,8 +41,9 @@ class SemanticMemory(nn.Module):
         self.register_buffer("next_slot", torch.zeros(n_clusters, dtype=torch.long))  # C
 
     @torch.no_grad()
-    def enqueue(self, k: Tensor, y: Tensor) -> None:
-        """Write each key k_i (n x d) into bank M_{y_i}, over the oldest key there."""
+    def enqueue(self, k: Tensor, y: Tensor, spoiled: Tensor | None = None) -> None:
+        """Write each key k_i (n x d) into bank M_{y_i}, over the oldest key there; nothing where ``spoiled`` (a
+        boolean on the device)."""
         C, m, d = self.keys.shape
         position = torch.arange(len(y), device=y.device)
         member = own_bank(y, C)
@@ -51,8 +52,12 @@ class SemanticMemory(nn.Module):
         # A cluster with more than m keys in the batch wraps around. Every key that meets the same slot
         # then writes the newest of them, so that the result does not depend on the order of writes.
         newest = torch.zeros(C * m, dtype=torch.long, device=y.device).scatter_reduce_(0, slot, position, "amax")
-        self.keys.view(C * m, d)[slot] = k[newest[slot]].to(self.keys.dtype)
-        self.next_slot.copy_((self.next_slot + member.sum(0)) % m)
+        keys, written = k[newest[slot]].to(self.keys.dtype), member.sum(0)
+        if spoiled is not None:
+            keys = torch.where(spoiled, self.keys.view(C * m, d)[slot], keys)
+            written = torch.where(spoiled, 0, written)
+        self.keys.view(C * m, d)[slot] = keys
+        self.next_slot.copy_((self.next_slot + written) % m)
 
 
 def own_bank(y: Tensor, C: int) -> Tensor:

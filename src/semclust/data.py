@@ -12,6 +12,7 @@ This is the one place that tells sources apart; each kind has a file of its own.
 Shapes: N images, H x W pixels, c channels.
 """
 
+import bisect
 import math
 import os
 import re
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from semclust import cache
-from semclust.arrays import BYTE_RANGE, Range, Size, member, numpy_file
+from semclust.arrays import BYTE_RANGE, Range, Size, member, numpy_file, unpacked
 from semclust.benchmarks import BENCHMARKS, INSTALLED, benchmark_source
 from semclust.datasets import dataset_source, is_dataset
 from semclust.decoding import SUFFIXES
@@ -31,7 +32,7 @@ from semclust.errors import InputError
 from semclust.files import expand, file_source, folder_source
 from semclust.pixels import array_source
 from semclust.shards import is_shard, shard_source
-from semclust.sources import AskedSize, Block, Source, complain_if_most_are
+from semclust.sources import AskedSize, Block, Source, Spans, complain_if_most_are
 from semclust.truth import LABEL_ARRAYS, as_labels
 
 SOURCES = f"""a folder of images
@@ -59,6 +60,7 @@ class Images:
     skipped: list[tuple[str, str]] = field(default_factory=list)  # name and reason
     value_range: Range = BYTE_RANGE  # what 0 and 255 stand for, where the source held floats
     folder: Path | None = None  # that the names are relative to, where each is a file
+    n_unlisted: int = 0  # so many of the skipped, the first, are no images but folders that cannot be listed
 
     def file(self, row: int) -> Path | None:
         """The file that an image came from; None where it has none of its own, as in an array or a tar."""
@@ -107,8 +109,12 @@ def stream_images(
     value_range: Range | None = None,
     on_image: OnImage = None,
     chunk: int = 1024,
+    turn: tuple[int, int] = (0, 1),
 ) -> Iterator[Images]:
-    """The images that ``open_images`` gives, in the same order, in pieces of about ``chunk``, one in memory at a time.
+    """The images that ``open_images`` gives, in the same order, in pieces of ``chunk``, one in memory at a time.
+
+    turn: (i, n): of every n pieces only the i-th (from 0), for one of n processes that share the work. That most images
+        cannot be read is then for them to find out.
 
     Nothing is written to the cache, but what lies there is used. That most images cannot be read is known only at the
     end: the error comes after the last piece. A piece may be empty but for its ``skipped``, and has no ``labels`` where
@@ -118,7 +124,12 @@ def stream_images(
     if chunk < 1:
         raise InputError(f"chunk={chunk}: expected at least 1.")
     source = find_source(data, value_range)
-    return _stream(source, size, channels, on_image, chunk)
+    first, every = turn
+    n = len(source.names)
+    spans = [range(start, min(n, start + chunk)) for start in range(0, n, chunk)][first::every]
+    if not spans:
+        return iter(())
+    return _stream(source, (size, channels), on_image, spans, whole=every == 1, unlisted=first == 0)
 
 
 def find_source(data: Any, value_range: Range | None = None) -> Source:
@@ -212,7 +223,7 @@ def _load_images(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
             raise InputError(
                 f"{str(path)!r} holds the arrays {list(loaded)}; expected one named images, x or X, or a single one."
             )
-        labels = next((loaded[key] for key in LABEL_ARRAYS if key in loaded), None)
+        labels = next((unpacked(loaded, path, key) for key in LABEL_ARRAYS if key in loaded), None)
         return member(loaded, path, keys[0]), labels
 
 
@@ -240,7 +251,7 @@ def _read(
     labels: list[Any] = []
     start, lasting = 0, True
     try:
-        for block in source.blocks(shape):
+        for block in source.blocks(shape, [range(n)]):
             store.append(block.rows)
             skipped += [(start + i, why) for i, why in block.skipped]
             labels += block.labels or []
@@ -254,45 +265,57 @@ def _read(
     return pixels, skipped, as_labels(labels)
 
 
-def _stream(source: Source, size: Size, channels: int, on_image: OnImage, chunk: int) -> Iterator[Images]:
-    n, shape = len(source.names), source.shape(size, channels)
-    unlisted, all_skipped = source.unlisted, []
-    for start, block in _pieces(source, shape, chunk):
-        these = slice(start, start + len(block))
+def _stream(
+    source: Source, asked: tuple[Size, int], on_image: OnImage, spans: Spans, whole: bool, unlisted: bool
+) -> Iterator[Images]:
+    """whole: the spans are all rows. unlisted: tell with the first piece what could not be listed."""
+    n, shape = sum(map(len, spans)), source.shape(*asked)
+    left_out, all_skipped = source.unlisted if unlisted else [], []
+    for span, block in zip(spans, _pieces(source, shape, spans), strict=True):
+        these = slice(span.start, span.stop)
         labels = None if source.labels is None else source.labels[these]
         if block.labels is not None:
             labels = as_labels(block.labels)
-        part = _images(source, block.rows, list(source.names[these]), labels, block.skipped, unlisted)
-        all_skipped += part.skipped[len(unlisted) :]
-        unlisted = []
+        part = _images(source, block.rows, list(source.names[these]), labels, block.skipped, left_out)
+        all_skipped += part.skipped[len(left_out) :]
+        left_out = []
         _tell(on_image, len(block), n)
         yield part
-    complain_if_most_are(all_skipped, n)
+    if whole:
+        complain_if_most_are(all_skipped, n)
 
 
-def _pieces(source: Source, shape: tuple[int, int, int], chunk: int) -> Iterator[tuple[int, Block]]:
-    """Blocks of about ``chunk`` images, each with the number of its first."""
+def _pieces(source: Source, shape: tuple[int, int, int], spans: Spans) -> Iterator[Block]:
+    """A block for each span."""
     ready = source.as_they_are(shape)
     known: dict[int, str] = {}
     if kept := source.stamp and cache.find(source.stamp, shape[:2], shape[2]):
         ready, known = kept.pixels, dict(kept.skipped)
     if ready is not None:
-        row = 0
-        for start in range(0, len(source.names), chunk):
-            stop = min(start + chunk, len(source.names))
-            skipped = [(i - start, known[i]) for i in range(start, stop) if i in known]
-            n = stop - start - len(skipped)
-            yield start, Block(ready[row : row + n], skipped)
-            row += n
+        absent = sorted(known)
+        for span in spans:
+            before, until = (bisect.bisect_left(absent, row) for row in (span.start, span.stop))
+            skipped = [(row - span.start, known[row]) for row in absent[before:until]]
+            yield Block(ready[span.start - before : span.stop - until], skipped)
         return
-    start, waiting = 0, []
-    for block in source.blocks(shape):
-        waiting.append(block)
-        if sum(map(len, waiting)) >= chunk:
-            yield start, (joined := _join(waiting))
-            start, waiting = start + len(joined), []
-    if waiting:
-        yield start, _join(waiting)
+    waiting: list[Block] = []
+    blocks = source.blocks(shape, spans)
+    for span in spans:
+        while sum(map(len, waiting)) < len(span):
+            waiting.append(next(blocks))
+        block, rest = _cut(_join(waiting), len(span))
+        waiting = [rest] if len(rest) else []
+        yield block
+
+
+def _cut(block: Block, n: int) -> tuple[Block, Block]:
+    """Its first ``n`` images, and the others."""
+    skipped, others = [(i, why) for i, why in block.skipped if i < n], [(i - n, w) for i, w in block.skipped if i >= n]
+    row, labels = n - len(skipped), block.labels
+    return (
+        Block(block.rows[:row], skipped, None if labels is None else labels[:row]),
+        Block(block.rows[row:], others, None if labels is None else labels[row:]),
+    )
 
 
 def _join(blocks: list[Block]) -> Block:
@@ -320,7 +343,7 @@ def _images(
         kept = [row for row in range(len(names)) if row not in bad]
         names = [names[row] for row in kept]
         labels = labels[kept] if labels is not None and len(labels) != len(kept) else labels
-    return Images(pixels, names, source.title, labels, left_out, source.value_range, source.folder)
+    return Images(pixels, names, source.title, labels, left_out, source.value_range, source.folder, len(unlisted))
 
 
 def _tell(on_image: OnImage, n: int, total: int) -> None:

@@ -111,10 +111,10 @@ def open_image(place: str | tuple[str, int, int] | bytes) -> Image.Image:
     else:
         path, offset, length = place
         with open(path, "rb") as file:
+            if os.fstat(file.fileno()).st_size < offset + length:  # before so much memory is asked for
+                raise ValueError("the archive ends inside it")
             file.seek(offset)
             content = file.read(length)
-        if len(content) < length:
-            raise ValueError("the archive ends inside it")
         return open_image(content)
     if Image.MAX_IMAGE_PIXELS is not None and image.width * image.height > Image.MAX_IMAGE_PIXELS:
         image.close()

@@ -51,6 +51,25 @@ def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> I
         yield
 
 
+def random_state(device: torch.device) -> list[torch.Tensor]:
+    """Where the random numbers of torch and of the device are."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    elif device.type == "mps":
+        states.append(torch.mps.get_rng_state())
+    return states
+
+
+def set_random_state(states: list[torch.Tensor], device: torch.device) -> None:
+    """Go on where ``random_state`` was taken; of another kind of device only torch's own numbers do."""
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and len(states) > 1:
+        torch.cuda.set_rng_state(states[1], device)
+    elif device.type == "mps" and len(states) > 1:
+        torch.mps.set_rng_state(states[1])
+
+
 def seconds_of(work: Callable[[], Any], device: torch.device) -> float:
     synchronise(device)
     start = time.perf_counter()

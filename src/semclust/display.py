@@ -39,12 +39,14 @@ class Display(Watcher):
             self.console.print(f"{training.images}, {training.engine}")
         if training.epoch == settings.epochs:
             self.console.print(f"all {settings.epochs} epochs of this run are done")
-        elif training.epoch:
-            self.console.print(f"resuming after epoch {training.epoch}")
+        elif training.epoch or training.step:
+            within = f" and {training.step} of {len(training.losses)} steps" if training.step else ""
+            self.console.print(f"resuming after epoch {training.epoch}{within}")
         self.began, self.images_done, self.estimated = time.monotonic(), 0, training.device.type != "cpu"
         self.estimated |= settings.minutes is not None  # how long it takes is what was asked for
         self.image_size = min(H, W)
-        self.total = (settings.epochs - training.epoch) * training.n_images
+        done = training.step * training.n_images // max(1, len(training.losses))  # of the next epoch
+        self.total = (settings.epochs - training.epoch) * training.n_images - done
         self.epochs = settings.epochs
         self.narrow = self.console.width < ROOM_FOR_FIGURES
         if self.console.is_terminal and self.total:
@@ -90,7 +92,8 @@ class Display(Watcher):
             self.progress.stop()
 
     def _speed(self) -> float:
-        return self.images_done / max(1e-9, time.monotonic() - self.began)
+        """Images a second; 1 before the first: an epoch whose steps were all done before has only its labels left."""
+        return max(1, self.images_done) / max(1e-9, time.monotonic() - self.began)
 
 
 def figures(row: dict[str, Any]) -> str:

@@ -17,6 +17,22 @@ class TrainingError(SemclustError, RuntimeError):
     """A run that cannot go on, such as one whose loss is not finite."""
 
 
+class GroupError(SemclustError, RuntimeError):
+    """Another process of the same job has ended, or was never reached."""
+
+
+class NotFiniteError(TrainingError):
+    """Several steps in a row, or the weights after them, were not finite."""
+
+
+class StoppedError(SemclustError):
+    """A signal asked a fit to end. ``status`` is what the process exits with: 128 and the signal's number."""
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
 def in_short(error: Exception) -> str:
     """What another library says went wrong, in a few words on one line."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())[:120]

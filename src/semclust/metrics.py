@@ -78,32 +78,38 @@ def spread(q: Tensor) -> float:
     return 1 - q.mean(0).square().sum().item()
 
 
-def complaints(row: dict[str, Any], settings: Settings) -> list[str]:
-    """What is wrong with an epoch's figures, in words and with the next step."""
+def complaints(row: dict[str, Any], settings: Settings) -> dict[str, str]:
+    """What is wrong with an epoch's figures: a word for it, and a message with the figures and the next step."""
     semantic = not math.isnan(row["churn"])  # clusters have been learned for at least an epoch
-    found = []
+    found = {}
     # Not in the first epochs: the statistics that batch norm uses without augmentation are only forming.
     if row["spread"] < COLLAPSED_SPREAD and row["epoch"] >= 3:
         advice = [f"a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})"]
         advice += ["momentum 0.99"] if settings.momentum is not None and settings.momentum < 0.99 else []
         advice += ["warmup_epochs 3"] if settings.warmup_epochs < 3 else []
         advice += ["projection_norm"] if not settings.projection_norm else []
-        found.append(
-            f"The features have collapsed: all images look alike to the network (spread below {COLLAPSED_SPREAD}). "
-            f"Try {', '.join(advice)}."
+        found["collapse"] = (
+            f"The features have collapsed: all images look alike to the network (epoch {row['epoch']}: spread "
+            f"{row['spread']:.3f}, below {COLLAPSED_SPREAD}). Try {', '.join(advice)}."
         )
     if semantic and row["largest"] > GIANT_CLUSTER:
         advice = [f"more epochs (now {settings.epochs})"]
         advice += ["min_cluster_size 0.16"] if settings.min_cluster_size < 0.16 else []
-        found.append(
-            f"One cluster holds more than {GIANT_CLUSTER:.0%} of the images. If the groups are not that uneven, try "
-            f"{' and '.join(advice)}."
+        found["giant cluster"] = (
+            f"One cluster holds {row['largest']:.0%} of the images (epoch {row['epoch']}; told from "
+            f"{GIANT_CLUSTER:.0%} on). If the groups are not that uneven, try {' and '.join(advice)}."
+        )
+    if row.get("skipped_steps"):
+        found["skipped steps"] = (
+            f"The loss or gradient of {row['skipped_steps']} steps of epoch {row['epoch']} was not finite; they were "
+            "skipped. metrics.csv counts such steps (skipped_steps). Should there be many, try a learning_rate of "
+            f"{settings.learning_rate / 3:.2g} (now {settings.learning_rate})."
         )
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.epochs and empty:
         left = settings.n_clusters - empty
         groups = f"fewer groups: try n_clusters={left}" if left > 1 else "only one group: look whether they differ"
-        found.append(f"{empty} of {settings.n_clusters} clusters are empty. The images may hold {groups}.")
+        found["empty clusters"] = f"{empty} of {settings.n_clusters} clusters are empty. The images may hold {groups}."
     return found
 
 

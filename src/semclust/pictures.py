@@ -1,13 +1,15 @@
 """A source whose images must be decoded one by one: files, members of archives, items of a data set."""
 
+import bisect
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from semclust import workers
-from semclust.decoding import Header
+from semclust.decoding import Header, Place
 from semclust.errors import InputError
-from semclust.sources import AskedSize, Block, Shape, Source, choose_size, complain_if_most_are
+from semclust.sources import AskedSize, Block, Shape, Source, Spans, choose_size, complain_if_most_are
 from semclust.workers import Places
 
 GLANCE = 64  # headers to read before all of them
@@ -39,7 +41,18 @@ def picture_source(title: str, names: list[str], places: Places, **about: Any) -
     def glance() -> Iterator[Header | str]:
         return workers.headers(places, min(n, GLANCE))
 
-    def blocks(shape: Shape) -> Iterator[Block]:
-        return workers.blocks(places, n, shape)
+    def blocks(shape: Shape, spans: Spans) -> Iterator[Block]:
+        ends = list(itertools.accumulate(map(len, spans)))
+
+        def places_in_spans(start: int, stop: int) -> list[Place]:
+            found: list[Place] = []
+            while start < stop:
+                number = bisect.bisect_right(ends, start)
+                some = spans[number][start - ends[number] :][: stop - start]  # from the end of the span backwards
+                found += places(some.start, some.stop)
+                start += len(some)
+            return found
+
+        return workers.blocks(places_in_spans, ends[-1], shape)
 
     return Source(title, names, shape, blocks, **about)

@@ -20,7 +20,7 @@ from semclust.arrays import (
     with_channels,
 )
 from semclust.errors import InputError
-from semclust.sources import AskedSize, Block, Shape, Source, choose_size
+from semclust.sources import AskedSize, Block, Shape, Source, Spans, choose_size
 from semclust.truth import check_labels
 
 
@@ -46,12 +46,16 @@ def array_source(
             raise InputError(f"Images of {c} channels cannot be turned into {channels}; hand over {channels} channels.")
         return (*choose_size([(H, W)], size), channels)
 
-    def blocks(shape: Shape) -> Iterator[Block]:
+    def blocks(shape: Shape, spans: Spans) -> Iterator[Block]:
         size, channels = shape[:2], shape[2]
+        first = 0  # row where each part begins
         for part in parts:
-            for rows in chunks(len(part), max(H * W * c, math.prod(shape))):
-                some = part[rows] if in_bytes else scale(part[rows], value_range)
-                yield Block(resize(with_channels(some, channels), size))
+            here = [range(max(0, span.start - first), min(len(part), span.stop - first)) for span in spans]
+            for part_of_span in (part[span.start : span.stop] for span in here if span):
+                for rows in chunks(len(part_of_span), max(H * W * c, math.prod(shape))):
+                    some = part_of_span[rows] if in_bytes else scale(part_of_span[rows], value_range)
+                    yield Block(resize(with_channels(some, channels), size))
+            first += len(part)
 
     usable = len(parts) == 1 and in_bytes and parts[0].flags.c_contiguous
     return Source(

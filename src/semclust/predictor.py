@@ -16,14 +16,15 @@ from semclust import __version__
 from semclust.backbones import build_backbone
 from semclust.config import OWN_CODE, Settings, check, from_json, is_own_code, to_json
 from semclust.data import Images, stream_images
-from semclust.errors import DamagedFileError, InputError
+from semclust.errors import DamagedFileError, InputError, in_short
 from semclust.groups import Groups
 from semclust.model import ClusterNetwork, Encoder, LinearClassifier, channels_last
-from semclust.storage import as_state, load_into, read_json, read_tensors, write_json, write_tensors
+from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 from semclust.train import Learner, in_unit_range
 
 FORMAT = 1
 BATCH = 512
+LARGEST = 1024  # side in pixels, as of the setting image_size
 
 
 @dataclass
@@ -85,10 +86,13 @@ class Predictor:
             linear.bias.copy_(linear.bias[order.tolist()])
         return order
 
-    def stream(self, data: Any, on_image: Callable[[int], None] | None = None) -> Iterator[Images]:
-        """Images from any source, part by part, in the size, channels and range that the network was trained on."""
+    def stream(
+        self, data: Any, on_image: Callable[[int], None] | None = None, turn: tuple[int, int] = (0, 1)
+    ) -> Iterator[Images]:
+        """Images from any source, part by part, in the size, channels and range that the network was trained on.
+        turn: as in ``stream_images``."""
         H, W, c = self.image_shape
-        return stream_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image)
+        return stream_images(data, size=(H, W), channels=c, value_range=self.value_range, on_image=on_image, turn=turn)
 
     @torch.no_grad()
     def __call__(self, pixels: np.ndarray, device: torch.device) -> tuple[np.ndarray, np.ndarray]:
@@ -139,9 +143,9 @@ class Predictor:
             check(replace(settings, backbone="auto", augment="auto"))  # either may stand for the user's own
             H, W, c = map(int, about["image_shape"])
             low, high = map(float, about["value_range"])
-            if min(H, W, c) < 1:
+            if min(H, W, c) < 1 or max(H, W) > LARGEST or c > 4:
                 raise ValueError(f"image_shape {[H, W, c]}")
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             raise DamagedFileError(
                 f"{folder / 'config.json'} is damaged ({error!r}). Fit again, or restore it."
             ) from error
@@ -152,9 +156,19 @@ class Predictor:
             )
         if backbone is not None:
             settings.backbone = backbone
-        made = cls._blank(settings, (H, W, c), (low, high))
-        tensors, _ = read_tensors(folder / "model.safetensors")
-        load_into(made.network, tensors, folder / "model.safetensors")
+        path = folder / "model.safetensors"
+        tensors, _ = read_tensors(path)
+        try:
+            if not isinstance(settings.backbone, nn.Module):
+                with torch.device("meta"):  # which takes no memory: first see whether it is as large as the file
+                    check_shapes(cls._blank_network(settings, (H, W, c)), tensors, path)
+            made = cls._blank(settings, (H, W, c), (low, high))
+        except (MemoryError, OverflowError, RuntimeError) as error:
+            raise DamagedFileError(
+                f"{folder / 'config.json'} tells of a network that cannot be made ({in_short(error)}). "
+                "Fit again, or restore it."
+            ) from error
+        load_into(made.network, tensors, path)
         made.groups = Groups.read(folder)
         return made
 

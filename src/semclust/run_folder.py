@@ -2,7 +2,7 @@
 
 config.json        data source and every setting
 metrics.csv        one row an epoch
-last.ckpt          all training state after the last whole epoch (safetensors)
+last.ckpt          all training state and the rows so far (safetensors); previous.ckpt is the one before it
 model/             config.json and model.safetensors: what predicts; groups.json, where clusters were regrouped
 assignments.csv    path, cluster, confidence, runner_up, margin; and name, where a cluster was given one
 probabilities.npy  of the clusters of the fit, in the same order: what the assignments are made from after a merge
@@ -16,9 +16,11 @@ report.html        a page to look at; report.safetensors holds its thumbnails an
 
 import contextlib
 import csv
+import io
 import json
+import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,10 +32,25 @@ from semclust.arrays import chunks, numpy_file
 from semclust.assignments import assignments_file, csv_bytes, read_assignments, write_assignments
 from semclust.errors import DamagedFileError, InputError
 from semclust.groups import FILE, Groups
-from semclust.storage import WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
+from semclust.storage import PART, WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
 
 FORMAT = 1
 ROWS_AT_ONCE = 8192
+OF_A_FIT = (  # files that nothing else writes
+    "config.json",
+    "metrics.csv",
+    "last.ckpt",
+    "previous.ckpt",
+    "time.json",
+    "schedule.json",
+    "skipped.csv",
+    "probabilities.npy",
+    "embeddings.npy",
+    "summary.json",
+    "model.safetensors",
+)
+
+Checkpoint = tuple[dict[str, Tensor], int, Path]  # tensors, whole epochs, and the file
 
 
 class RunFolder:
@@ -43,6 +60,7 @@ class RunFolder:
         self.path = path
         self.metrics = path / "metrics.csv"
         self.checkpoint = path / "last.ckpt"
+        self.previous = path / "previous.ckpt"
         self.model = path / "model"
         self.assignments = path / "assignments.csv"
         self.schedule = path / "schedule.json"
@@ -78,9 +96,24 @@ class RunFolder:
             raise InputError(f"{str(path)!r} holds no config.json, so it is not a run folder of `semclust fit`.")
         return cls(path)
 
+    @classmethod
+    def of_job(cls, parent: Path, job: str, config: dict[str, Any], restarted: bool) -> "RunFolder | None":
+        """The run that a job of torchrun began in ``parent`` with the same ``config``, so that the job can go on with
+        it: the newest, if it has not finished. A job that was ``restarted`` also finds its finished one: some process
+        ended while the first was writing the results. A seed of None stands for any, as it was drawn."""
+        found = []
+        for path in parent.glob("*/config.json"):
+            run = cls(path.parent)
+            with contextlib.suppress(DamagedFileError, OSError):
+                stored = run.read_config()
+                finished = (run.path / "summary.json").exists()
+                if stored.get("job") == job and (restarted or not finished) and _is_run_of(config, stored):
+                    found.append((path.stat().st_mtime, str(path), run))
+        return max(found)[2] if found else None
+
     def abandon(self) -> None:
         """Remove the folder again, where nothing has been learned in it."""
-        if not self.metrics.exists():
+        if not self.metrics.exists() and not self.checkpoint.exists():
             for name in ("config.json", "skipped.csv", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # there is something else in it
@@ -103,12 +136,16 @@ class RunFolder:
     # ---- while training --------------------------------------------------------------------------
 
     def append_metrics(self, row: dict[str, Any]) -> None:
-        new = not self.metrics.exists()
+        rows = metrics_csv([row])
         with open(self.metrics, "a", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            if new:
-                writer.writerow(row)
-            writer.writerow("" if value != value else value for value in row.values())  # NaN: an empty cell
+            file.write(rows if not file.tell() else rows.split("\n", 1)[1])
+
+    def write_metrics(self, content: bytes) -> None:
+        """Let metrics.csv be ``content``, or where that is empty no file."""
+        if content:
+            write_whole(self.metrics, content)
+        else:
+            self.metrics.unlink(missing_ok=True)
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """The rows as ``append_metrics`` got them; an empty cell is NaN."""
@@ -116,11 +153,16 @@ class RunFolder:
             return []
 
         def value(name: str, cell: str) -> Any:
-            return cell if name == "sizes" and cell else int(cell) if name == "epoch" else float(cell or "nan")
+            if name == "sizes" and cell:
+                return cell
+            return int(cell) if cell.isdecimal() or name == "epoch" else float(cell or "nan")
 
         try:
             with open(self.metrics, newline="", encoding="utf-8") as file:
-                return [{name: value(name, cell) for name, cell in row.items()} for row in csv.DictReader(file)]
+                rows = list(csv.DictReader(file))
+            if any(None in row or None in row.values() for row in rows):
+                raise ValueError("a row is longer or shorter than the first")
+            return [{name: value(name, cell) for name, cell in row.items()} for row in rows]
         except (TypeError, ValueError, csv.Error) as error:
             raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
 
@@ -139,14 +181,45 @@ class RunFolder:
             self.metrics.unlink()
 
     def write_checkpoint(self, tensors: dict[str, Tensor], epoch: int) -> None:
-        write_tensors(self.checkpoint, tensors, {"format": FORMAT, "epoch": epoch})
+        """The last one stays as the previous one."""
+        about = {"format": FORMAT, "semclust": __version__, "epoch": epoch}
+        write_tensors(self.checkpoint, tensors, about, keep=self.previous)
 
-    def read_checkpoint(self) -> tuple[dict[str, Tensor], int]:
-        tensors, about = read_tensors(self.checkpoint)
+    def read_checkpoint(self, path: Path | None = None) -> tuple[dict[str, Tensor], int]:
+        """Tensors and whole epochs of the last checkpoint, or of that in ``path``."""
+        path = path or self.checkpoint
+        tensors, about = read_tensors(path)
         epoch = about.get("epoch")
         if about.get("format") != FORMAT or not isinstance(epoch, int):
-            raise DamagedFileError(f"{self.checkpoint} is not a checkpoint of this version of semclust. Fit again.")
+            raise DamagedFileError(
+                f"{path} has format {about.get('format')!r}, written by semclust "
+                f"{about.get('semclust', '(unknown version)')}; this version reads format {FORMAT}. "
+                "Resume the run with that version, or fit again."
+            )
         return tensors, epoch
+
+    def newest_checkpoint(self, on_notice: Callable[[str], None]) -> Checkpoint | None:
+        """The last checkpoint or, where it is damaged or missing, with a notice the previous one; None where the run
+        has not come to one yet."""
+        if not self.previous.exists():
+            return (*self.read_checkpoint(), self.checkpoint) if self.checkpoint.exists() else None
+        try:
+            return *self.read_checkpoint(), self.checkpoint
+        except DamagedFileError as damage:
+            try:
+                tensors, epoch = self.read_checkpoint(self.previous)
+            except DamagedFileError as error:
+                raise DamagedFileError(f"{damage} The one before it is no help: {error}") from error
+            on_notice(f"{damage} The run goes on from the checkpoint before it, {self.previous.name}.")
+            return tensors, epoch, self.previous
+
+    def remove_parts(self) -> None:
+        """Remove what a fit that was killed had half written."""
+        for folder in (self.path, self.model):
+            for path in folder.glob(".*.part"):
+                name = PART.fullmatch(path.name)
+                if name and name[1] in OF_A_FIT:
+                    path.unlink(missing_ok=True)
 
     def write_seconds(self, seconds: float) -> None:
         """How long the run took until its checkpoint. In a file of its own: all others are the same to the byte
@@ -155,9 +228,10 @@ class RunFolder:
 
     def read_seconds(self) -> float:
         try:
-            return float(read_json(self.path / "time.json")["seconds"])
-        except (DamagedFileError, KeyError, TypeError, ValueError):
+            seconds = float(read_json(self.path / "time.json")["seconds"])
+        except (DamagedFileError, KeyError, OverflowError, TypeError, ValueError):
             return 0.0  # a time is not worth an error
+        return seconds if 0 <= seconds < math.inf else 0.0
 
     def write_schedule(self, schedule: dict[str, Any]) -> None:
         """What ``budget.Schedule`` decided, before the epoch that it is about."""
@@ -268,12 +342,32 @@ class RunFolder:
         return sizes
 
 
+def _is_run_of(config: dict[str, Any], stored: dict[str, Any]) -> bool:
+    """Whether a run with the config ``stored`` is of the same data and settings; a seed of None stands for any."""
+    settings = dict(stored.get("settings", {}))
+    if config["settings"]["random_state"] is None:
+        settings["random_state"] = None
+    return settings == config["settings"] and all(
+        stored.get(name) == config[name] for name in ("data", "labels", "fingerprint")
+    )
+
+
+def metrics_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """A header and a line for each row; NaN is an empty cell."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(rows[0])
+    for row in rows:
+        writer.writerow("" if value != value else value for value in row.values())
+    return text.getvalue()
+
+
 def model_folder(path: Path) -> Path:
     """The model inside a run folder of `semclust fit`; a model folder is its own."""
     run = RunFolder(path)
     if run.model.is_dir():
         return run.model
-    if run.metrics.exists() or run.checkpoint.exists():
+    if run.metrics.exists() or run.checkpoint.exists() or run.previous.exists():
         raise InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
     return path
 

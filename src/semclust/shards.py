@@ -22,6 +22,7 @@ from semclust.truth import WHOLE_NUMBER, as_labels
 
 COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".tar.zst")
 LONGEST_LABEL = 1000  # bytes
+LARGEST_OFFSET = 2**62
 
 
 def is_shard(path: str) -> bool:
@@ -120,13 +121,15 @@ def _scan(path: str) -> dict[str, Any]:
                             unlisted.append((name, "not a regular file"))
                     elif ending == ".cls":
                         classes[_key(name)] = _label(tar, member)
+                    elif member.offset_data + member.size > LARGEST_OFFSET:
+                        raise tarfile.ReadError(f"a member of {member.size} bytes")
                     else:
                         names.append(name)
                         offsets.append(member.offset_data)
                         lengths.append(member.size)
                 if not _only_zeros_from(tar.offset, tar.fileobj):  # tarfile takes a damaged header for the end
                     raise tarfile.ReadError(f"no member begins at byte {tar.offset}")
-            except (tarfile.TarError, OSError) as error:
+            except (tarfile.TarError, OSError, ValueError) as error:  # ValueError: of an offset beyond all files
                 unlisted.append(("", f"the tar file is cut off or damaged: {reason(error)}"))
     except (tarfile.TarError, OSError) as error:
         raise InputError(f"{path!r} cannot be read as a tar file ({reason(error)}); make it again.") from error

@@ -17,6 +17,7 @@ SMALLEST, LARGEST = 16, 96  # of the shorter side, where no size is asked for
 
 AskedSize = int | Size | None
 Shape = tuple[int, int, int]  # H, W, c
+Spans = Sequence[range]  # rows, one range after the other
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Source:
     title: str  # short name for a run folder
     names: Sequence[str]
     shape: Callable[[AskedSize, int | None], Shape]  # for the size and channels asked for, if any
-    blocks: Callable[[Shape], Iterator[Block]]
+    blocks: Callable[[Shape, Spans], Iterator[Block]]  # of these rows
     labels: np.ndarray | None = None  # one for each name
     unlisted: list[tuple[str, str]] = field(default_factory=list)  # what could not even be listed, and why
     folder: Path | None = None  # the names are files in it

@@ -154,10 +154,10 @@ def timed_refresh(training: Training, seconds: list[float], device: torch.device
     """Let the renewal of the labels, with the features it needs, note its seconds."""
     features, renew = training.features, training._renew_labels
 
-    def timed_features() -> Any:
+    def timed_features(*args: Any) -> Any:
         synchronise(device)
         seconds.append(-time.perf_counter())
-        return features()
+        return features(*args)
 
     def timed_renewal(*args: Any) -> Any:
         result = renew(*args)
@@ -175,7 +175,7 @@ def seconds_of_steps(training: Training, device: torch.device, images: Resident 
         with fast_kernels(device):
             return seconds_of(lambda: training._steps(lambda n: None), device)
     finally:
-        training.images = kept
+        training.images, training.step = kept, 0
 
 
 def view_size(training: Training) -> int:

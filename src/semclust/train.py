@@ -1,15 +1,19 @@
 """The training loop: joint learning of several tasks, one epoch at a time (Section 3.2).
 
 An epoch is: steps over all images in random order, then the renewal of every label. All that training
-changes lies in ``Training.learner`` and ``Training.optimiser``; every epoch seeds its own random
-numbers, so a run can stop after any epoch and go on as if it had not.
+changes is in ``Training.state()``, and every epoch seeds its own random numbers, so a run can stop after any
+step and go on as if it had not.
+
+Several processes (``distributed.Group``) hold the same learner and know the same batches; each works on its part of
+every batch. What is said of a batch here holds for the part, but for ``index``, the numbers of the whole batch.
 
 Shapes: n batch, N images, c channels, H x W pixels, C clusters, d representation.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -24,9 +28,10 @@ from semclust.augment import Augmentation, RandomView
 from semclust.backbones import build_backbone, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
-from semclust.devices import mixed_precision, own_random_numbers
+from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
+from semclust.distributed import ALONE, Group, checksum, synchronise_batch_norm
 from semclust.engine import Engine, fast_kernels
-from semclust.errors import DamagedFileError, TrainingError
+from semclust.errors import DamagedFileError, InputError, NotFiniteError
 from semclust.loader import choose_loader
 from semclust.model import ClusterTask, Encoder, TaskPlan, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
@@ -38,6 +43,10 @@ INFERENCE_BATCH = 1024
 PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
 PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
+SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
+LOOK_EVERY = 100  # steps, for such: to look is to wait for the device
+
+Keys = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # numbers of images, their q and their k
 
 
 class Learner(nn.Module):
@@ -95,6 +104,34 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     return plans
 
 
+def usual_batch_size(n_images: int) -> int:
+    return max(32, min(256, n_images // STEPS_AN_EPOCH))
+
+
+def plan_batches(n_images: int, batch_size: int) -> tuple[int, int]:
+    """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2."""
+    n_batches = min(math.ceil(n_images / batch_size), n_images // 2)
+    return n_batches, math.ceil(n_images / n_batches)
+
+
+def check_shares(settings: Settings, n_images: int, group: Group) -> None:
+    """Raise InputError where a run cannot be shared by so many processes."""
+    if group.alone:
+        return
+    n = plan_batches(n_images, settings.batch_size or usual_batch_size(n_images))[1]
+    fewest = 2 if settings.batch_norm == "local" else 1  # batch norm of one image is 0
+    if n // group.size < fewest:
+        raise InputError(
+            f"{group} for batches of {n} images, which leaves a process {n // group.size}; expected at least {fewest} "
+            "for each. Start fewer processes, or choose a larger --batch-size."
+        )
+    if settings.batch_norm_groups > 1:
+        raise InputError(
+            f"batch_norm_groups={settings.batch_norm_groups} with {group}: expected 1. With --batch-norm local "
+            "the part of each process is a group of its own."
+        )
+
+
 class Training:
     """A run in progress. ``run_epoch`` until ``epoch == settings.epochs``."""
 
@@ -105,16 +142,27 @@ class Training:
         augmentation: Augmentation,
         device: torch.device,
         on_notice: Callable[[str], None] = lambda message: None,
+        group: Group = ALONE,
     ):
-        """``pixels``: N x H x W x c, uint8."""
-        self.settings, self.device, self.augmentation = settings, device, augmentation
-        self.epoch = 0
+        """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
+        self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
+        self.on_notice = on_notice
+        self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done
+        self.losses = torch.zeros(0, 3)  # of those steps: L, L_ID, L_CD
+        self.skipped_before = 0  # steps in a row, up to the beginning of this epoch
+        self.rate_factor = 1.0  # what the learning rate was lowered by
+        self.parts = 1  # in which a step goes through the network, where a GPU has too little memory
+        self.inference_batch = INFERENCE_BATCH
+        self._random_state: list[Tensor] = []  # to go on from within an epoch
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
-        self.batch_size = settings.batch_size or max(32, min(256, self.n_images // STEPS_AN_EPOCH))
+        self.batch_size = settings.batch_size or usual_batch_size(self.n_images)
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
         with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, self.image_shape, self.n_images)
+        self._local_norms = not group.alone and settings.batch_norm == "local"
+        if not group.alone and not self._local_norms:
+            synchronise_batch_norm(self.learner, group)
         channels_last(self.learner.to(device))
         self.precision = mixed_precision(device, settings.precision == "auto")
         self._measure_colours()
@@ -132,7 +180,12 @@ class Training:
 
         budget = settings.minutes
         images_seen = settings.epochs * self.n_images if budget is None else budget * 60 * PLAIN_IMAGES_A_SECOND
-        self.engine = Engine(device, images_seen, settings.compile, on_notice)
+        self.engine = Engine(device, images_seen, settings.compile and group.alone, on_notice)
+        if settings.compile and not group.alone and device.type == "cuda":
+            on_notice(
+                "Steps that several processes share are not recorded or compiled yet: for small images one GPU may be "
+                "as fast as several."
+            )
         self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
         self._prepare_engine()
 
@@ -171,18 +224,22 @@ class Training:
     def run_epoch(
         self, on_step: Callable[[int], None] = lambda n: None, share: float = 1.0
     ) -> tuple[dict[str, Any], Tensor]:
-        """Train for one epoch and renew the labels. Returns the row of figures, and the classifier's
-        probabilities p of all images without augmentation (N x C).
+        """Train for one epoch, or the rest of one, and renew the labels. Returns the row of figures, and the
+        classifier's probabilities p of all images without augmentation (N x C).
 
-        share: of the steps of a whole epoch that this one takes, fewer or more, where time is the budget."""
+        on_step: called after each step with its number of images, and with 0 while the labels are renewed. ``state()``
+        is whole there, and an exception that is raised there ends the epoch.
+        share: of the steps of a whole epoch that this one takes, fewer or more, where time is the budget; of the rest
+        of an epoch, the same as of its beginning."""
         with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step, share)
-            h, q = self.features()
-            if not torch.stack([tensor.isfinite().all() for tensor in (h, *q.values(), *self.trained)]).all():
+            self._agree()
+            h, q = self.features(lambda: on_step(0))
+            if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
-            self.epoch += 1
-            figures, p = self._renew_labels(h, q)
+            self.epoch, self.step = self.epoch + 1, 0
+            figures, p = self._renew_labels_of_all(h, q)
         return row | figures, p
 
     def _steps(self, on_step: Callable[[int], None], share: float = 1.0) -> dict[str, float]:
@@ -192,21 +249,47 @@ class Training:
             more = [self._order() for _ in range(1, math.ceil(share))]
             order = torch.cat([order, *more])[: max(1, round(share * len(order)))]
         steps = len(order)
-        losses = torch.zeros(steps, 3, device=self.device)
-        for step, x in enumerate(self.images.batches(order.unbind())):
-            rate = self.learning_rate(self.epoch + step / steps)
-            losses[step] = self._step(x, order[step], rate)
-            on_step((step + 1) * self.n_images // steps - step * self.n_images // steps)
-        finite = losses.isfinite().all(1)
-        if not finite.all():
-            bad = int((~finite).nonzero()[0, 0])
-            raise self._not_finite(f"The loss became {losses[bad, 0].item()} at step {bad + 1} of {steps}")
-        loss, l_id, l_cd = losses.mean(0).tolist()
-        return {"learning_rate": rate, "loss": loss, "loss_id": l_id, "loss_cd": l_cd}
+        if not self.step:
+            self.losses = torch.zeros(steps, 3, device=self.device)
+        elif self._random_state:
+            set_random_state(self._random_state, self.device)
+            self._random_state = []
+        if self.step < steps:
+            for x in self.images.batches(self.group.part(order[self.step :], 1).unbind()):
+                rate = self.learning_rate(self.epoch + self.step / steps)
+                self.losses[self.step] = self._step(x, order[self.step], rate)
+                self.step += 1
+                if self.step % LOOK_EVERY == 0:
+                    self._skipped_steps()
+                on_step(self.step * self.n_images // steps - (self.step - 1) * self.n_images // steps)
+        skipped, self.skipped_before = self._skipped_steps()
+        loss, l_id, l_cd = self.losses[self.losses.isfinite().all(1)].mean(0).tolist()
+        return {
+            "learning_rate": self.learning_rate(self.epoch + (steps - 1) / steps),
+            "loss": loss,
+            "loss_id": l_id,
+            "loss_cd": l_cd,
+            "skipped_steps": skipped,
+        }
+
+    def _skipped_steps(self) -> tuple[int, int]:
+        """How many steps of this epoch were not finite, and how many of them are the last in a row."""
+        spoiled = (~self.losses[: self.step].isfinite().all(1)).tolist()
+        in_a_row = self.skipped_before
+        for step, bad in enumerate(spoiled, 1):
+            in_a_row = in_a_row + 1 if bad else 0
+            if in_a_row >= SKIPPED_IN_A_ROW:
+                raise self._not_finite(
+                    f"The loss or its gradient was not finite {in_a_row} times in a row, at last at step {step}"
+                )
+        return sum(spoiled), in_a_row
 
     def _begin_steps(self) -> None:
         self.learner.train()
         phase = self._learned_in(self.epoch)
+        # What a network keeps besides its weights, such as the means of batch norm, in training and in its twin.
+        kept = [*self.learner.encoder.buffers(), *(self.learner.twin.buffers() if self.learner.twin else [])]
+        self._statistics = [buffer for buffer in kept if buffer.is_floating_point()]
         if phase != self._phase:
             self._phase = phase
             self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
@@ -214,33 +297,68 @@ class Training:
     def _order(self) -> Tensor:
         """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
         recorded step needs it; to fill the last one, the first few images come once more."""
-        n_batches = min(math.ceil(self.n_images / self.batch_size), self.n_images // 2)
-        n = math.ceil(self.n_images / n_batches)
+        n_batches, n = self._batches()
         order = torch.randperm(self.n_images, device=self.device)
         return torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
 
-    def _not_finite(self, what: str) -> TrainingError:
-        rate = self.settings.learning_rate
-        return TrainingError(
-            f"{what} in epoch {self.epoch + 1}. Lower the learning rate (now {rate}), for example to {rate / 3:.2g}."
-        )
+    def _batches(self) -> tuple[int, int]:
+        """Number of batches in an epoch, and of images in each."""
+        return plan_batches(self.n_images, self.batch_size)
+
+    def _not_finite(self, what: str) -> NotFiniteError:
+        return NotFiniteError(f"{what} of epoch {self.epoch + 1}.")
 
     def learning_rate(self, epoch: float) -> float:
         """Cosine decay over all epochs, after a linear rise."""
         rise = min(1.0, (epoch + 1e-2) / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
-        return self.settings.learning_rate * rise * 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
+        fall = 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
+        return self.rate_factor * self.settings.learning_rate * rise * fall
 
     def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
-        """One optimiser step on the images x (n x c x H x W bytes) of number ``index`` (n): L, L_ID, L_CD."""
+        """One optimiser step on the batch ``index``: L, L_ID, L_CD. x: its images (n x c x H x W bytes)."""
         for group in self.optimiser.param_groups:
             group["lr"].fill_(rate)
         # Views are made outside of what is recorded: they draw random numbers, and may be the user's own code.
         if isinstance(self.augmentation, RandomView):
-            views = self._view(x, torch.rand(2 * len(x), self.augmentation.numbers, device=x.device))
+            u = torch.rand(2, len(index), self.augmentation.numbers, device=x.device)  # of the whole batch
+            views = self._view(x, self.group.part(u, 1).flatten(0, 1))
         else:
             x = in_unit_range(x)
-            views = torch.cat([self.augmentation(x), self.augmentation(x)])
-        return self._learn(views, index)
+            with self._numbers_of_rank():
+                views = torch.cat([self.augmentation(x), self.augmentation(x)])
+        while True:
+            try:
+                return self._learn(views, index)
+            except torch.OutOfMemoryError:
+                # The halves would be single images, of which batch norm learns nothing; and of several processes the
+                # others wait in the middle of this step.
+                if len(index) < 4 * self.parts or not self.group.alone:
+                    raise
+            self._halve(len(index))  # here, where the error no longer holds what the step had computed
+
+    @contextlib.contextmanager
+    def _numbers_of_rank(self) -> Iterator[None]:
+        """Random numbers of this process's own, for code that draws nobody knows how many."""
+        if self.group.alone:
+            yield
+            return
+        drawn = int(torch.randint(2**31, ()))
+        with own_random_numbers(drawn, self.group.rank, self.device):
+            yield
+
+    def _halve(self, n: int) -> None:
+        """Let steps of n images go through the network in twice as many parts."""
+        self.parts *= 2
+        self.optimiser.zero_grad()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        self._phase = None  # to be recorded anew
+        self._begin_steps()
+        self.on_notice(
+            f"The device is out of memory: each step of {n} images now goes in {self.parts} parts, whose gradients are "
+            f"added up. Batch norm and the weights of hard samples see one part at a time. A batch_size of "
+            f"{n // 2}, or a smaller image_size, would do without."
+        )
 
     def _two_views(self, x: Tensor, u: Tensor) -> Tensor:
         """2n views, by the random numbers u, of n images."""
@@ -249,27 +367,85 @@ class Training:
         return self.augmentation.by(torch.cat([x, x]), u)
 
     def _learn_from(self, active: tuple[str, ...], views: Tensor, index: Tensor) -> Tensor:
-        """Learn the tasks ``active`` from two views of each image, the first n and the second n."""
-        query, key = views.chunk(2)
+        """Learn the tasks ``active`` from two views of each image, the first n and the second n.
+
+        Whether all is finite is decided on the device, which the host does not wait for; if not, nothing is learned
+        and the losses are NaN."""
+        statistics = torch.cat([buffer.flatten() for buffer in self._statistics])
+        self.optimiser.zero_grad()
+        losses = torch.zeros(3, device=self.device)
+        keys: list[Keys] = []
+        own = self.group.part(index)
+        split = (part.tensor_split(self.parts) for part in (*views.chunk(2), own))
+        for query, key, some in zip(*split, strict=True):
+            of_part, q, k = self._add_gradient(active, query, key, some, len(some) / len(own), index)
+            losses = losses + of_part
+            keys.append((some if self.group.alone else index, q, k))
+        gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
+        self.group.sum_all([*gradients, losses])
+        spoiled = self._spoiled(gradients, losses)
+        if self.optimiser.defaults["fused"]:  # as it is but for the script that speed is compared with
+            self.optimiser.found_inf = spoiled.float()  # type: ignore[attr-defined]  # at 1, a step changes nothing
+        self.optimiser.step()
+        self._restore_statistics(statistics, spoiled)
+        if self.learner.twin is not None:
+            follow(self.learner.twin, self.learner.encoder, self.momentum)
+        for numbers, q, k in keys:
+            self._remember(numbers, q, k, active, spoiled)
+        return torch.where(spoiled, math.nan, losses)
+
+    def _add_gradient(
+        self, active: tuple[str, ...], query: Tensor, key: Tensor, index: Tensor, share: float, batch: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """Of some images of a step, a ``share`` of it: add up the gradient. Returns the losses L, L_ID, L_CD, and what
+        the memories are to remember: q and k. ``batch``: the images of the step on all ranks."""
         if self.settings.symmetric:  # each view is query once and key once
-            query, key, index = views, torch.cat([key, query]), index.repeat(2)
+            query, key, index = torch.cat([query, key]), torch.cat([key, query]), index.repeat(2)
         with self.precision:
-            # The twin needs nothing of the encoder and has no gradient: it runs beside it.
-            with self.engine.beside(self.settings.contrast == "moco") as meet:
+            # The twin needs nothing of the encoder and has no gradient: it runs beside it. Not where either waits for
+            # other processes, which would have to meet them in the same order.
+            with self.engine.beside(self.settings.contrast == "moco" and self.group.alone) as meet:
                 k = self._keys(key, index)
             h, q = self._encode(query)
             meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
         l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
+        if not self.group.alone:
+            l_ids, l_cds = self._shares_of_batch(active, batch, l_ids, l_cds)
         loss = core.overall_loss(l_ids, l_cds).sum()
         if self.settings.task_sum == "mean":
             loss = loss / len(l_ids)
-        self.optimiser.zero_grad()
+        loss = loss * share
         loss.backward()
-        self.optimiser.step()
-        self._remember(index, q, k, active)
-        return torch.stack([loss, l_ids.mean(), l_cds.mean()]).detach()
+        losses = torch.stack([loss, l_ids.mean() * share, l_cds.mean() * share]).detach()
+        return losses, {name: each.detach() for name, each in q.items()}, k
+
+    def _shares_of_batch(
+        self, active: tuple[str, ...], index: Tensor, l_ids: Tensor, l_cds: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of each task's losses, which are means over this rank's part of the batch ``index``, the share in those over
+        the whole: their sums over the ranks."""
+        part = self.group.part(index)
+        mean = torch.full_like(l_ids, len(part) / len(index))
+        weighted = mean.clone()
+        if self.settings.hard_samples and active:
+            shares = [self.learner.tasks[name].s for name in active]
+            weighted[-len(active) :] = torch.stack([s[part].sum() / s[index].sum() for s in shares])
+        return l_ids * weighted, l_cds * mean
+
+    @staticmethod
+    def _spoiled(gradients: list[Tensor], losses: Tensor) -> Tensor:
+        """Whether a loss or the gradient is not finite: a boolean on the device."""
+        return ~(nn.utils.get_total_norm(gradients) + losses.sum()).isfinite()
+
+    @torch.no_grad()
+    def _restore_statistics(self, before: Tensor, spoiled: Tensor) -> None:
+        """Where a step was ``spoiled``, let the networks' statistics be what they were."""
+        now = torch.cat([buffer.flatten() for buffer in self._statistics])
+        parts = torch.where(spoiled, before, now).split([buffer.numel() for buffer in self._statistics])
+        shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._statistics, strict=True)]
+        torch._foreach_copy_(self._statistics, shaped)
 
     def _sample_losses(
         self, active: tuple[str, ...], index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
@@ -295,11 +471,32 @@ class Training:
             return dict(zip(learner.encoder.projections, learner.stored_keys[:, index], strict=True))
         assert self._encode_key is not None
         with torch.no_grad():
+            if self._local_norms:
+                return self._keys_by_others(view)
             if self.settings.batch_norm_groups == 1:
                 return self._encode_key(view)[1]
             shuffle = torch.randperm(len(view), device=view.device)  # other neighbours in the batch than q had
             back = shuffle.argsort()
             return {name: k[back] for name, k in self._encode_key(view[shuffle])[1].items()}
+
+    def _keys_by_others(self, view: Tensor) -> dict[str, Tensor]:
+        """The keys of this rank's views, made by random ranks: among other neighbours than the queries have."""
+        assert self._encode_key is not None
+        n, group = self._batches()[1], self.group
+        shuffle = torch.randperm(n, device=view.device)
+        group.share([shuffle])
+        views = self._by_image(view)  # an image's views stay together
+        k = self._encode_key(self._by_view(group.part(group.gather(views, n)[shuffle])))[1]
+        back = shuffle.argsort()
+        return {name: self._by_view(group.part(group.gather(self._by_image(x), n)[back])) for name, x in k.items()}
+
+    def _by_image(self, x: Tensor) -> Tensor:
+        """n images x their views x ..., of all first views and then all second."""
+        return x.unflatten(0, (2 if self.settings.symmetric else 1, -1)).transpose(0, 1)
+
+    def _by_view(self, x: Tensor) -> Tensor:
+        """The way back."""
+        return x.transpose(0, 1).flatten(0, 1).contiguous(memory_format=_layout_of(x))
 
     def _instance_task_loss(self, q: dict[str, Tensor], k: dict[str, Tensor]) -> Tensor:
         """L_ID of the instance task, for each sample: every other image is a negative."""
@@ -331,24 +528,65 @@ class Training:
         return classifier_input(h, q, self.settings.classifier_input == "pooled")
 
     @torch.no_grad()
-    def _remember(self, index: Tensor, q: dict[str, Tensor], k: dict[str, Tensor], active: tuple[str, ...]) -> None:
-        """After the backward pass: move the momentum twin, write the keys into the memories."""
+    def _remember(
+        self,
+        index: Tensor,
+        q: dict[str, Tensor],
+        k: dict[str, Tensor],
+        active: tuple[str, ...],
+        spoiled: Tensor,
+    ) -> None:
+        """After the backward pass: write the keys of all ranks into the memories, but for those of a ``spoiled`` step.
+        ``index``: whose they are, on all ranks."""
         learner = self.learner
-        if learner.twin is not None:
-            follow(learner.twin, learner.encoder, self.momentum)
         if self.settings.contrast == "instance-memory":
             m, n_views = self.momentum, 2 if self.settings.symmetric else 1
-            index = index[: len(index) // n_views]  # one vector an image, however many of its views were met
-            for i, name in enumerate(k):
-                met = q[name].detach().unflatten(0, (n_views, -1)).mean(0)
-                k[name] = F.normalize(m * k[name][: len(index)] + (1 - m) * met, dim=1)
-                learner.stored_keys[i, index] = k[name]
-        self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index))
+            for i, name in enumerate(k):  # one vector an image, however many of its views were met
+                met = q[name].unflatten(0, (n_views, -1)).mean(0)
+                k[name] = self.group.gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
+                before = learner.stored_keys[i, index]
+                learner.stored_keys[i, index] = torch.where(spoiled, before, k[name])
+        else:
+            k = self._keys_of_all(k, len(index))
+            index = index.repeat(2) if self.settings.symmetric else index
+        self._enqueue(learner.instance_memory, k[learner.instance_projection], torch.zeros_like(index), spoiled)
         for name in active:
             task = learner.tasks[name]
-            self._enqueue(task.memory, k[task.projection], task.y[index])
+            self._enqueue(task.memory, k[task.projection], task.y[index], spoiled)
+
+    def _keys_of_all(self, k: dict[str, Tensor], n: int) -> dict[str, Tensor]:
+        """The keys of the whole batch of ``n`` images, as one process would have them."""
+        if self.group.alone:
+            return k
+        together = torch.stack([self._by_image(x) for x in k.values()], dim=1)  # n x projections x views x d
+        return dict(zip(k, map(self._by_view, self.group.gather(together, n).unbind(1)), strict=True))
 
     # ---- label refresh ---------------------------------------------------------------------------
+
+    def _agree(self) -> None:
+        """At the end of an epoch's steps: let all ranks have the same network, and make sure that they do."""
+        group = self.group
+        if group.alone:
+            return
+        if self._local_norms:  # their running statistics are of each rank's own images
+            group.average([x for name, x in self.learner.named_buffers() if ".running_" in name])
+        group.check_same(
+            checksum(self.trained),
+            f"The weights after epoch {self.epoch + 1}",
+            "Let all machines have the same GPUs and versions of torch, then go on from the last checkpoint.",
+        )
+
+    def _renew_labels_of_all(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
+        """``_renew_labels`` from the features that every rank has of its part of the images. The first rank does it,
+        since sums on GPUs are not the same to the bit; the others take over what it finds, but for p."""
+        group = self.group
+        if group.alone:
+            return self._renew_labels(h, q)
+        h = group.gather_to_first(h, self.n_images)
+        q = {name: group.gather_to_first(x, self.n_images) for name, x in q.items()}
+        figures, p = self._renew_labels(h, q) if group.first else ({}, h[:0])
+        group.share([*self.learner.task_modules.parameters(), *self.learner.task_modules.buffers()])
+        return group.from_first(lambda: figures), p
 
     @torch.no_grad()
     def _renew_labels(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
@@ -424,26 +662,48 @@ class Training:
         )
 
     @torch.no_grad()
-    def features(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """h (N x D) and q of each projection (N x d) of all images, without augmentation."""
+    def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation. Where the
+        classifier does not see h, that has no columns: it would take four times the memory of q.
+
+        on_part: called after each batch; an exception that is raised there changes nothing."""
+        while True:
+            try:
+                return self._features(on_part)
+            except torch.OutOfMemoryError:
+                if self.inference_batch == 1:
+                    raise
+            self.inference_batch //= 2
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.on_notice(
+                f"The device is out of memory: labels are now renewed by batches of {self.inference_batch} images."
+            )
+
+    def _features(self, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.learner.encoder.eval().folded() or self._encode
+        pooled = self.settings.classifier_input == "pooled"
         hs, qs = [], []
-        for part in self._all_images():
+        start, stop = self.group.bounds(self.n_images)
+        n_images = stop - start
+        for part in self._images_from(start, stop):
             with self.precision:
                 h, q = encode(in_unit_range(part))
-            hs.append(h)
+            hs.append(h if pooled else h.new_empty(len(h), 0))
             qs.append(q)
+            on_part()
         return (
-            torch.cat(hs)[: self.n_images],
-            {name: torch.cat([q[name] for q in qs])[: self.n_images] for name in qs[0]},
+            torch.cat(hs)[:n_images],
+            {name: torch.cat([q[name] for q in qs])[:n_images] for name in qs[0]},
         )
 
-    def _all_images(self) -> Iterator[Tensor]:
-        """All images in order, in batches of one size: a compiled network is made for one. After the last image
-        the first come again."""
-        n = min(INFERENCE_BATCH, self.n_images)
-        n_batches = math.ceil(self.n_images / n)
-        numbers = torch.arange(n_batches * n, device=self.device) % self.n_images
+    def _images_from(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Some images in order, in batches of one size: a compiled network is made for one. After the last image
+        the first of them come again."""
+        n_images = stop - start
+        n = min(self.inference_batch, n_images)
+        n_batches = math.ceil(n_images / n)
+        numbers = start + torch.arange(n_batches * n, device=self.device) % n_images
         return self.images.batches(numbers.split(n))
 
     # ---- surroundings ----------------------------------------------------------------------------
@@ -451,10 +711,11 @@ class Training:
     def _measure_colours(self) -> None:
         """Let the encoder subtract the mean colour of the images and divide by their deviation."""
         sums = torch.zeros(2, self.image_shape[2], dtype=torch.float64)
-        for part in self.images.batches(torch.arange(self.n_images, device=self.device).split(INFERENCE_BATCH)):
+        own = self.group.part(torch.arange(self.n_images, device=self.device))
+        for part in self.images.batches(own.split(INFERENCE_BATCH)):
             x = part.float() / 255
             sums += torch.stack([x.mean((2, 3)).sum(0), x.square().mean((2, 3)).sum(0)]).cpu()
-        mean, square = sums / self.n_images
+        mean, square = self.group.sum(sums) / self.n_images
         std = (square - mean**2).clamp(min=0).sqrt().clamp(min=1e-3)
         for encoder in filter(None, (self.learner.encoder, self.learner.twin)):
             encoder.mean.copy_(mean[:, None, None])
@@ -463,11 +724,21 @@ class Training:
     # ---- state -----------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Tensor]:
-        """All tensors that a resumed run needs; with the epoch, the settings and the images it is whole."""
+        """All tensors that a resumed run needs; with the epoch, the settings and the images it is whole. Within an
+        epoch, only where ``run_epoch`` calls ``on_step``."""
         tensors = {f"learner.{name}": value for name, value in self.learner.state_dict().items()}
         for i, parameter in enumerate(self.trained):
             tensors[f"velocity.{i}"] = self.optimiser.state[parameter]["momentum_buffer"]
+        tensors["progress"] = torch.tensor([self.step, self.skipped_before, self.parts, self.inference_batch])
+        tensors["rate_factor"] = torch.tensor(self.rate_factor, dtype=torch.float64)
+        if self.step:
+            tensors["losses"] = self.losses
+            tensors |= {f"random.{i}": state for i, state in enumerate(random_state(self.device))}
         return tensors
+
+    def is_finite(self) -> bool:
+        """Whether the weights are, so that it is worth to keep them."""
+        return all_finite(self.trained)
 
     def load_state(self, tensors: dict[str, Tensor], epoch: int, source: Path) -> None:
         """Go on from ``state()`` after ``epoch`` epochs; ``source`` is named where it does not fit."""
@@ -475,7 +746,8 @@ class Training:
         learner = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         load_into(self.learner, learner, source)
         velocities = [tensors.get(f"velocity.{i}") for i in range(len(self.trained))]
-        if len(tensors) != len(learner) + len(velocities) or any(
+        n_velocities = sum(name.startswith("velocity.") for name in tensors)
+        if n_velocities != len(velocities) or any(
             velocity is None or velocity.shape != parameter.shape
             for velocity, parameter in zip(velocities, self.trained, strict=True)
         ):
@@ -483,6 +755,48 @@ class Training:
         for velocity, parameter in zip(velocities, self.trained, strict=True):
             self.optimiser.state[parameter]["momentum_buffer"].copy_(velocity)
         self.epoch = epoch
+        self._load_progress(tensors, source)
+
+    def _load_progress(self, tensors: dict[str, Tensor], source: Path) -> None:
+        """What ``state()`` holds besides the networks; files of earlier versions lack it, and end with an epoch."""
+        progress = tensors.get("progress", torch.tensor([0, 0, 1, INFERENCE_BATCH])).tolist()
+        self._random_state = [tensors[f"random.{i}"] for i in range(2) if f"random.{i}" in tensors]
+        try:
+            step, self.skipped_before, parts, self.inference_batch = map(int, progress)
+            if parts < 1 or self.inference_batch < 1 or step < 0:
+                raise ValueError(f"progress {progress}")
+            if step:
+                self.losses = tensors["losses"].reshape(-1, 3).to(self.device)
+                if not self._random_state or step > len(self.losses):
+                    raise ValueError(f"step {step} of {len(self.losses)}")
+            self.rate_factor = float(tensors.get("rate_factor", 1.0))
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise DamagedFileError(f"{source} is damaged ({error!r}). Restore it, or fit again.") from error
+        if parts != self.parts:
+            self.parts, self._phase = parts, None  # to be recorded anew
+        self.step = step
+
+    def take_over(self, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Go on as the first rank does, which may have loaded a state. ``history``: its rows, which all are given."""
+        if self.group.alone:
+            return history
+        self.parts = 1  # each rank has a part already
+        progress = (self.epoch, self.step, self.skipped_before, self.rate_factor, self.losses.cpu(), self._random_state)
+        progress, history = self.group.from_first(lambda: (progress, history))
+        self.epoch, self.step, self.skipped_before, self.rate_factor, losses, self._random_state = progress
+        self.losses = losses.to(self.device)
+        learnt = [value for name, value in self.state().items() if name.startswith(("learner.", "velocity."))]
+        self.group.share(learnt)
+        return history
+
+
+def _layout_of(x: Tensor) -> torch.memory_format:
+    """Images are laid out channels-last, all else plainly."""
+    return torch.channels_last if x.ndim == 5 else torch.contiguous_format
+
+
+def all_finite(tensors: Iterable[Tensor]) -> bool:
+    return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
 def in_unit_range(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 
-from semclust.arrays import numpy_file
+from semclust.arrays import numpy_file, unpacked
 from semclust.errors import InputError
 
 LABEL_ARRAYS = ("labels", "y")  # in a .npz
@@ -42,7 +42,7 @@ def read_labels(source: str | Path, names: list[str]) -> np.ndarray:
             return check_labels(loaded, len(names), path.name)
         for key in LABEL_ARRAYS:
             if key in loaded:
-                return check_labels(loaded[key], len(names), path.name)
+                return check_labels(unpacked(loaded, path, key), len(names), path.name)
         raise InputError(f"{str(path)!r} holds the arrays {list(loaded)}; expected one named labels or y.")
 
 

@@ -74,7 +74,17 @@ def _run(
 
 def n_cores() -> int:
     """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // _sharing)
+
+
+_sharing = 1  # processes that decode at the same time on this machine
+
+
+def share_cores(processes: int) -> None:
+    """Leave each of several processes that decode at once its share of the cores."""
+    global _sharing
+    _sharing = processes
 
 
 # ---- processes -------------------------------------------------------------------------------------

@@ -115,12 +115,12 @@ def deepcluster(images: Images, labels: np.ndarray, settings: Settings, watcher:
     started = time.monotonic()
     # The tasks of semclust are not learned; the network and its projection are those of instance contrast.
     settings = dataclasses.replace(settings, tasks=("instance",))
-    training = fitting.start(images, settings, watcher.warn, DeepCluster)
+    training = fitting.start(images, settings, watcher.warn, kind=DeepCluster)
     share_of_steps = fitting.keep_to_budget(training, None, lambda: time.monotonic() - started)
     watcher.begin(training)
     history = []
     while training.epoch < training.settings.epochs:
-        row, p = training.run_epoch(watcher.step, share_of_steps())
+        row, p = training.run_epoch(watcher.step, share_of_steps(training.epoch))
         history.append(row | metrics.evaluate(p.argmax(1).cpu().numpy(), labels))
         watcher.epoch(history[-1])
     return history

@@ -26,7 +26,7 @@ import tyro
 from semclust import __version__
 from semclust.cli import arena, evaluate, fit, output, predict, regroup, speed
 from semclust.cli.arena import BenchData
-from semclust.cli.common import INTERRUPTED, FitSettings, Preset, end
+from semclust.cli.common import INTERRUPTED, FitSettings, Preset, end, processes
 from semclust.cli.evaluate import Evaluate
 from semclust.cli.fit import Fit
 from semclust.cli.output import Export, Report
@@ -56,7 +56,7 @@ def commands(bench: type[BenchData] | type[BenchSpeed]) -> Any:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage) or 130 (interrupted)."""
+    """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage), 130 (SIGINT) or 143 (SIGTERM)."""
     argv = sys.argv[1:] if argv is None else argv
     if argv == ["--version"]:
         print(f"semclust {__version__}")
@@ -81,15 +81,15 @@ def main(argv: list[str] | None = None) -> None:
 def run_command(command: AnyCommand, argv: list[str]) -> None:
     from rich.console import Console
 
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    with warnings.catch_warnings():
+    with processes(isinstance(command, Fit | Predict)) as group, warnings.catch_warnings():
+        console = Console(soft_wrap=not sys.stdout.isatty(), quiet=not group.first)
         warnings.showwarning = lambda message, *place: console.print(
             f"warning: {message}", style="yellow", markup=False
         )
         if isinstance(command, Fit):
-            fit.run(command, argv, console)
+            fit.run(command, argv, console, group)
         elif isinstance(command, Predict):
-            predict.run(command, console)
+            predict.run(command, console, group)
         elif isinstance(command, Report):
             output.report(command, console)
         elif isinstance(command, BenchSpeed):

@@ -13,9 +13,12 @@ import tyro
 from tyro.conf import arg
 
 from semclust.config import Settings
+from semclust.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from semclust.distributed import Group
 
 INTERRUPTED = 130
 Preset = Literal["quick", "default", "best", "paper"]
@@ -30,8 +33,32 @@ class FitSettings(Settings):
 
 
 def end(message: str, status: int = 1) -> NoReturn:
-    print(message, file=sys.stderr)
+    """Tell the message and exit. Of several processes that end together, one tells it."""
+    if not several_processes() or may_tell():
+        print(message, file=sys.stderr, flush=True)
     raise SystemExit(status) from None
+
+
+def may_tell() -> bool:
+    from semclust import distributed
+
+    return distributed.may_tell()
+
+
+def several_processes() -> bool:
+    """Whether torchrun started this process beside others; known without importing torch."""
+    return os.environ.get("WORLD_SIZE", "1") != "1"
+
+
+@contextlib.contextmanager
+def processes(may_be_several: bool) -> Iterator["Group"]:
+    """The processes that run this command together."""
+    if several_processes() and not may_be_several:
+        raise InputError("This command runs in one process; start it without torchrun.")
+    from semclust.distributed import joined
+
+    with joined() as group:
+        yield group
 
 
 def own_name() -> str:

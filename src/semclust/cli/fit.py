@@ -2,21 +2,23 @@
 
 import contextlib
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from tyro.conf import OmitArgPrefixes, arg
 
 from semclust.cli.common import INTERRUPTED, FitSettings, Preset, absolute, end, own_name, reading
 from semclust.config import Settings, check, from_json, to_json, values
-from semclust.errors import InputError, TrainingError
+from semclust.errors import GroupError, InputError, StoppedError, TrainingError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from semclust.data import Images
+    from semclust.distributed import Group
     from semclust.run_folder import RunFolder
 
 
@@ -42,71 +44,67 @@ class Fit:
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
 
 
-def run(command: Fit, argv: list[str], console: "Console") -> None:
+@dataclass
+class Plan:
+    """What is to be fitted, how, and where to."""
+
+    settings: Settings
+    data: str
+    labels: str | None
+    run: "RunFolder | None" = None  # None: one is made once the images are known
+    config: dict[str, Any] = field(default_factory=dict)  # that the run began with
+
+
+def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> None:
+    """Of several processes, all learn; the first decides, writes and speaks."""
     from semclust import fitting
     from semclust.data import open_images
     from semclust.display import Display, printable, show_clusters, show_groups
-    from semclust.run_folder import RunFolder, fingerprint
     from semclust.truth import read_labels
 
-    if command.resume:
-        run = RunFolder.open(command.resume)
-        config = run.read_config()
-        heeded = ("--resume", "--report", "--no-report")
-        ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] not in heeded]
-        if command.data:
-            ignored.insert(0, command.data)
-        if ignored:
-            console.print(f"ignored, since a resumed run keeps its own settings: {' '.join(ignored)}", markup=False)
-        try:
-            settings = Settings(**from_json(config["settings"]))
-            data, labels = config["data"], config["labels"]
-        except KeyError as error:
-            raise InputError(
-                f"{run.path / 'config.json'} lacks {error}; restore it from a copy, or fit again."
-            ) from None
-    else:
-        if command.data is None:
-            raise InputError("No data. Name a folder of images: semclust fit photos/ -k 20")
-        settings = fitting.draw_seed(Settings(**values(command.settings)))
-        data, labels = absolute(command.data), command.labels and absolute(command.labels)
-
-    check(settings)
+    plan = group.from_first(lambda: plan_of_resumed(command, argv, console) if command.resume else new_plan(command))
+    check(plan.settings)
     with reading(console) as on_image:
-        images = open_images(data, size=settings.image_size, on_image=on_image)
-    if labels:
-        images.labels = read_labels(labels, images.names)
-    seen = fingerprint(images.pixels, images.names)
-    if command.resume:
-        if seen != config.get("fingerprint"):
-            raise InputError(
-                f"The images of {data!r} are not those that {run.path} began with. Restore them, or fit anew."
-            )
-    else:
-        fitting.check_suits(images, settings)
-        run = RunFolder.create(command.out, images.source)
-        run.write_config({"data": data, "labels": labels, "fingerprint": seen, "settings": to_json(settings)})
-    run.write_skipped(images.skipped)
+        # Of the processes on a machine one decodes, on all cores; the others find the pixels in the cache.
+        images = group.in_turn(lambda: open_images(plan.data, size=plan.settings.image_size, on_image=on_image))
+    if plan.labels:
+        images.labels = group.from_first(lambda: read_labels(str(plan.labels), images.names))
+    run, settings = group.from_first(partial(open_run, command, plan, images, group, same_images(images, group)))
+    if plan.run is None and run.checkpoint.exists():
+        console.print(f"going on with {printable(str(run.path))}, which this job began", markup=False)
     if images.skipped:
         told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
         console.print(printable(told), style="yellow", markup=False, highlight=False)
 
+    again = f"Go on with: {own_name()} fit --resume {run.path}"
     try:
         with contextlib.closing(Display(console)) as display:
-            fitted = fitting.fit(images, settings, display, run)
+            fitted = fitting.fit(images, settings, display, run if group.first else None, group)
+        if not group.first:
+            return
+        summary = fitting.summarise(fitted, images)
+        groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
+        fitted.predictor.save(run.model)
+        run.write_results(images.names, fitted.p, fitted.q, summary, groups)
+    except StoppedError as stopped:
+        end(f"{stopped} {again}", stopped.status)
     except KeyboardInterrupt:
-        end(f"\nInterrupted. Go on with: {own_name()} fit --resume {run.path}", INTERRUPTED)
+        end(f"\nInterrupted. {again}", INTERRUPTED)
+    except GroupError as error:
+        raise GroupError(f"{error} Where torchrun does not restart the job: {again[0].lower()}{again[1:]}") from error
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise InputError(
+            f"{error}. The run folder is whole up to its last checkpoint. Look after the disk and its space. {again}"
+        ) from error
     except InputError:
-        if not command.resume:
+        if not command.resume and group.first:
             run.abandon()
         raise
     except TrainingError as error:
         kept = f" The last good checkpoint is {run.checkpoint}." if run.checkpoint.exists() else ""
         raise TrainingError(f"{error}{kept}") from error
-    summary = fitting.summarise(fitted, images)
-    groups = fitted.predictor.groups = run.read_groups(settings.n_clusters)
-    fitted.predictor.save(run.model)
-    run.write_results(images.names, fitted.p, fitted.q, summary, groups)
     if groups.steps:  # of a run that had finished before
         show_groups(console, groups, groups.sizes(groups.apply(fitted.p)))
     else:
@@ -114,6 +112,72 @@ def run(command: Fit, argv: list[str], console: "Console") -> None:
     console.print(f"{summary['seconds']:.0f} s; run folder: {printable(str(run.path))}", markup=False, highlight=False)
     if command.report:
         report_on_fit(run, images, console)
+
+
+def new_plan(command: Fit) -> Plan:
+    if command.data is None:
+        raise InputError("No data. Name a folder of images: semclust fit photos/ -k 20")
+    settings = Settings(**values(command.settings))
+    return Plan(settings, absolute(command.data), command.labels and absolute(command.labels))
+
+
+def plan_of_resumed(command: Fit, argv: list[str], console: "Console") -> Plan:
+    from semclust.run_folder import RunFolder
+
+    assert command.resume is not None
+    run = RunFolder.open(command.resume)
+    config = run.read_config()
+    heeded = ("--resume", "--report", "--no-report")
+    ignored = [word for word in argv if word.startswith("-") and word.split("=")[0] not in heeded]
+    if command.data:
+        ignored.insert(0, command.data)
+    if ignored:
+        console.print(f"ignored, since a resumed run keeps its own settings: {' '.join(ignored)}", markup=False)
+    try:
+        return Plan(Settings(**from_json(config["settings"])), config["data"], config["labels"], run, config)
+    except KeyError as error:
+        raise InputError(f"{run.path / 'config.json'} lacks {error}; restore it from a copy, or fit again.") from None
+
+
+def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: str) -> "tuple[RunFolder, Settings]":
+    """The folder of the run, and its settings. ``seen``: fingerprint of the images."""
+    from semclust import distributed, fitting
+    from semclust.run_folder import RunFolder
+
+    run, settings = plan.run, plan.settings
+    if run is not None:
+        if seen != plan.config.get("fingerprint"):
+            raise InputError(
+                f"The images of {plan.data!r} are not those that {run.path} began with. Restore them, or fit anew."
+            )
+    else:
+        fitting.check_suits(images, plan.settings, group)
+        config = {"data": plan.data, "labels": plan.labels, "fingerprint": seen, "settings": to_json(plan.settings)}
+        job = distributed.job_name()
+        run = RunFolder.of_job(command.out, job, config, distributed.restarts() > 0) if job else None
+        if run is not None:
+            settings = Settings(**from_json(run.read_config()["settings"]))
+        else:
+            settings = fitting.draw_seed(settings)
+            run = RunFolder.create(command.out, images.source)
+            run.write_config(config | {"settings": to_json(settings)} | ({"job": job} if job else {}))
+    run.write_skipped(images.skipped)
+    return run, settings
+
+
+def same_images(images: "Images", group: "Group") -> str:
+    """The fingerprint of the images, of which all processes must see the same."""
+    from semclust.run_folder import fingerprint
+
+    # One of each machine goes through the pixels, which the others share with it.
+    of_pixels = fingerprint(images.pixels, images.names) if group.local_rank == 0 else None
+    seen = group.exchange((of_pixels, fingerprint(images.pixels[:1], images.names)))
+    if len({pixels for pixels, _ in seen if pixels}) > 1 or len({names for _, names in seen}) > 1:
+        raise InputError(
+            "The processes do not see the same images. Let the data be the same on every machine, and not change "
+            "while a fit begins."
+        )
+    return str(seen[0][0])
 
 
 def report_on_fit(run: "RunFolder", images: "Images", console: "Console") -> None:

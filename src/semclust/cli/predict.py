@@ -12,6 +12,8 @@ from tyro.conf import arg
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from semclust.distributed import Group
+
 
 @dataclass
 class Predict:
@@ -34,11 +36,10 @@ class Predict:
     """cpu, cuda, mps; auto: a GPU where there is one."""
 
 
-def run(command: Predict, console: "Console") -> None:
+def run(command: Predict, console: "Console", group: "Group") -> None:
     from semclust import metrics
     from semclust.assigning import FEW, assign
     from semclust.assignments import is_parquet, need_parquet
-    from semclust.devices import choose_device
     from semclust.display import plural, printable
     from semclust.predictor import Predictor
     from semclust.run_folder import model_folder
@@ -48,14 +49,17 @@ def run(command: Predict, console: "Console") -> None:
     def say(text: str, style: str | None = None) -> None:
         console.print(printable(text), style=style, markup=False, highlight=False)
 
-    if command.out:
-        check_new_file(command.out)
-        if is_parquet(command.out):
-            need_parquet()
-    if command.into:
-        check_folder(command.into, command.data)
+    def check_places() -> None:
+        if command.out:
+            check_new_file(command.out)
+            if is_parquet(command.out):
+                need_parquet()
+        if command.into:
+            check_folder(command.into, command.data)
+
+    group.from_first(check_places)
     predictor = Predictor.load(model_folder(command.run))
-    device = choose_device(command.device)
+    device = group.device(command.device)
     with assigning(console) as (on_image, on_part):
         done = assign(
             predictor,
@@ -67,7 +71,10 @@ def run(command: Predict, console: "Console") -> None:
             by=command.by,
             on_image=on_image,
             on_part=on_part,
+            group=group,
         )
+    if not group.first:
+        return
     if done.n_skipped:
         say(f"{done.n_skipped:,} files could not be read and were skipped: {done.skipped}", "yellow")
     if done.figures:

@@ -209,7 +209,7 @@ def read_kept(path: Path, n_images: int) -> Kept:
             arrays.get("labels"),
             [str(name) for name in about["classes"]],
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise DamagedFileError(f"{path} is damaged ({error!r}). {next_step}") from error
     rows = np.concatenate([kept.pictured, kept.mapped])
     if (len(rows) and rows.max() >= n_images) or (kept.labels is not None and len(kept.labels) != n_images):

@@ -1,0 +1,49 @@
+"""SIGINT and SIGTERM while a fit runs: they are noted, so that it can end where nothing is lost."""
+
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+from semclust.distributed import ALONE, Group
+
+SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it, and cannot bring it back where a second Ctrl-C ends the process
+
+
+class StopSignals:
+    """Inside ``with StopSignals() as signals``, the first signal is kept in ``signals.received``; a SIGINT after it
+    ends the process at once. In other threads than the main one, and for signals that are ignored, all stays as it is.
+
+    Of several processes the first tells so, and no second SIGINT ends one: torchrun passes on what the terminal has
+    sent to all, and itself kills what does not end in half a minute.
+    """
+
+    def __init__(self, group: Group = ALONE) -> None:
+        self.group = group
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        again, self.received = self.received is not None, signal.Signals(number)
+        told = f"\n{self.received.name}: ending after this step, with a checkpoint."
+        if self.group.alone:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            told += " Ctrl-C ends at once, without."
+        elif again or not self.group.first:
+            return
+        told += "\n"
+        # Not by print: the signal may have come in the middle of one.
+        os.write(2, (told + (SHOW_CURSOR if sys.stderr.isatty() else "")).encode())
