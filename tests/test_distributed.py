@@ -386,14 +386,22 @@ def restarted(photos: Path, tmp_path_factory) -> Path:
     """The run of a job of which a process was killed."""
     out = tmp_path_factory.mktemp("restarted")
     command = torchrun("--max-restarts", 2, "-m", "semclust", "fit", photos, "-k", 4, *FIT.split(), "--out", out)
-    job = subprocess.Popen(command, env=own_environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    job = subprocess.Popen(
+        command,
+        env=own_environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that its workers end with it, whatever happens here
+    )
     try:
         run = RunFolder(out / "photos")
         until(lambda: run.checkpoint.exists() or job.poll() is not None)
         os.kill(process_of_rank(job.pid, 1), signal.SIGKILL)
         told, _ = job.communicate(timeout=300)
     finally:
-        job.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGKILL)
         job.wait()
     assert job.returncode == 0, told
     assert "going on with" in told and "resuming after epoch" in told
