@@ -661,10 +661,15 @@ class Training:
             [labels.most_likely(core.memory_assignment(core.bank_similarity(x, keys, tau))) for x in parts]
         )
 
+    @property
+    def keeps_pooled(self) -> bool:
+        """Whether the label refresh needs the pooled features h of all images."""
+        return self.settings.classifier_input == "pooled"
+
     @torch.no_grad()
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
-        """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation. Where the
-        classifier does not see h, that has no columns: it would take four times the memory of q.
+        """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation. Where
+        nothing needs h, that has no columns: it would take four times the memory of q.
 
         on_part: called after each batch; an exception that is raised there changes nothing."""
         while True:
@@ -682,14 +687,13 @@ class Training:
 
     def _features(self, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.learner.encoder.eval().folded() or self._encode
-        pooled = self.settings.classifier_input == "pooled"
         hs, qs = [], []
         start, stop = self.group.bounds(self.n_images)
         n_images = stop - start
         for part in self._images_from(start, stop):
             with self.precision:
                 h, q = encode(in_unit_range(part))
-            hs.append(h if pooled else h.new_empty(len(h), 0))
+            hs.append(h if self.keeps_pooled else h.new_empty(len(h), 0))
             qs.append(q)
             on_part()
         return (

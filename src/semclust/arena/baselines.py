@@ -37,6 +37,8 @@ class DeepCluster(Training):
     were far better (ACC 0.92 and 0.81 against 0.51 and 0.53 after 40 epochs, two seeds).
     """
 
+    keeps_pooled = True
+
     def __init__(self, *args: Any):
         super().__init__(*args)
         seed = self.settings.random_state
