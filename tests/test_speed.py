@@ -128,3 +128,13 @@ def test_the_command_writes_the_figures_and_overwrites_nothing(tmp_path, monkeyp
     with pytest.raises(SystemExit):
         main([*words, "--out", "bench-speed.json"])
     assert json.loads((tmp_path / "bench-speed.json").read_text()) == figures
+
+
+def test_every_call_times_a_whole_epoch_of_steps(monkeypatch):
+    training = Training(np.zeros((48, 8, 8, 3), np.uint8), tiny(backbone=TinyBackbone(3)), lambda x: x, CPU)
+    steps: list[int] = []
+    step = training._step
+    monkeypatch.setattr(training, "_step", lambda *args: steps.append(1) or step(*args))
+    for number in (1, 2):
+        speed.seconds_of_steps(training, CPU)
+        assert len(steps) == number * 3
