@@ -667,7 +667,7 @@ def test_images_that_swap_weigh_more():
 
 @pytest.mark.parametrize("online", [True, False])
 def test_labels_come_from_the_classifier_or_from_the_memory(online):
-    training = started(**FROM_THE_START, online=online, min_cluster_size=0.0)
+    training = started(**FROM_THE_START, online=online, min_cluster_size=0.0, over_by="classifier")
     differ = False
     for _ in range(2):
         training.run_epoch()
@@ -710,6 +710,25 @@ def test_swaps_are_counted(changes):
             history[name].append(task.y.tolist())
             assert task.s.tolist() == naive.swap_counts(history[name])
     assert max(training.learner.tasks["cluster"].s) > 1
+
+
+def test_over_clusters_are_made_anew_after_every_epoch(monkeypatch):
+    def clusters_of(x, n_clusters, restarts=None):
+        seen.append((n_clusters, restarts, x.norm(dim=1)))
+        return torch.arange(len(x)) % n_clusters, None
+
+    seen: list = []
+    monkeypatch.setattr("semclust.train.k_means", clusters_of)
+    for by, times in (("k-means", 3), ("classifier", 0)):
+        training = started(epochs=4, over_from=0.25, cluster_from=0.75, over_by=by)
+        seen.clear()
+        for _ in range(4):
+            training.run_epoch()
+        assert len(seen) == times  # not at its start, which is a spectral partition
+        for n_clusters, restarts, lengths in seen:
+            assert n_clusters == training.learner.tasks["over"].n_clusters and restarts == 1
+            assert_close(lengths, torch.ones_like(lengths))
+        assert training.keeps_pooled == (by == "k-means")
 
 
 def test_tasks_join_in_their_turn():

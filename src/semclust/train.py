@@ -599,7 +599,7 @@ class Training:
         for name, task in tasks.items():
             q_task = q[task.projection]
             seen = self._classifier_sees(h, q_task)
-            y = self._next_labels(task, seen, q_task)
+            y = self._next_labels(task, seen, h, q_task)
             churn = torch.ne(y, task.y).float().mean().item()
             task.s.copy_(labels.count_swaps(task.s, y, task.y))
             task.y.copy_(y)
@@ -616,8 +616,8 @@ class Training:
                 figures["score"] = math.nan  # these clusters are not the result, by which to choose an epoch
         return {"spread": metrics.spread(q[tasks["cluster"].projection])} | figures, p
 
-    def _next_labels(self, task: ClusterTask, seen: Tensor, q: Tensor) -> Tensor:
-        """The labels that the next epoch learns from."""
+    def _next_labels(self, task: ClusterTask, seen: Tensor, h: Tensor, q: Tensor) -> Tensor:
+        """The labels that the next epoch learns from. ``seen``: what the classifier sees, of h or q."""
         settings, C = self.settings, task.n_clusters
         age = self.epoch - task.plan.begins
         if self.instance_alone:
@@ -629,6 +629,9 @@ class Training:
             y = self._same_ids(spectral_partition(q, C, settings.temperature), task)
             if age == 0:
                 task.classifier.start_from(seen, y)
+        elif self.clusters_anew and task is self.learner.tasks.get("over"):
+            # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
+            return self._same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
         else:
             y = labels.most_likely(task.classifier(seen)) if settings.online else self._memory_labels(task, q)
             return labels.merge_and_split(y, q, C, settings.min_cluster_size * self.n_images / C)
@@ -662,9 +665,14 @@ class Training:
         )
 
     @property
+    def clusters_anew(self) -> bool:
+        """Whether the labels of the task "over" come from k-means after every epoch."""
+        return "over" in self.learner.tasks and self.settings.over_by == "k-means"
+
+    @property
     def keeps_pooled(self) -> bool:
         """Whether the label refresh needs the pooled features h of all images."""
-        return self.settings.classifier_input == "pooled"
+        return self.settings.classifier_input == "pooled" or self.clusters_anew
 
     @torch.no_grad()
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:

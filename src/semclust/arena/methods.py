@@ -28,12 +28,17 @@ METHODS: dict[Name, Method] = {
 }
 COMPARED: tuple[Name, ...] = ("default", "paper", "k-means", "moco", "deepcluster")
 
-# What each part is worth: the settings that take it away. The first four are the paper's ablations.
+# What each part is worth: the settings that take it away. The first four are the paper's ablations,
+# the others what the default adds to the paper.
 WITHOUT: dict[str, dict[str, Any]] = {
     "without cross-cluster discrimination": {"cross_cluster": False},
     "without online cluster discrimination": {"online": False},
     "without hard samples": {"hard_samples": False},
     "instance contrast alone": {"tasks": ("instance",)},
+    "without over-clusters": {"tasks": ("cluster", "under", "instance")},
+    "over-clusters by their classifier": {"over_by": "classifier"},
+    "without attraction": {"attraction": 0.0},
+    "crops of the full size": {"crop_size": 1.0},
 }
 
 
