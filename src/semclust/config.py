@@ -114,8 +114,8 @@ class Settings:
     over_from: float = setting(0.25, low=0, high=1)
     """Share of the epochs after which the task "over" joins instance contrast."""
     over_by: Literal["k-means", "classifier"] = "k-means"
-    """What renews the labels of the task "over": k-means on the pooled features, anew after every epoch, so that no early
-    partition locks itself in; or the task's classifier, as for the other tasks."""
+    """What renews the labels of the task "over": k-means on the pooled features, anew after every epoch, so that no
+    early partition locks itself in; or the task's classifier, as for the other tasks."""
     cluster_from: float = setting(0.65, low=0, high=1)
     """Share of the epochs after which the tasks "cluster" and "under" join. Their labels start from a
     spectral partition of the features; at 0 they start at random, as in the paper."""
