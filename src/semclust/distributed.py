@@ -411,7 +411,6 @@ def synchronise_batch_norm(module: nn.Module, group: Group) -> None:
             child.group = group  # type: ignore[assignment]
 
 
-@torch.compiler.disable
 def _normalise(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

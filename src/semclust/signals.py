@@ -37,7 +37,8 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        again, self.received = self.received is not None, signal.Signals(number)
+        again = self.received is not None
+        self.received = self.received or signal.Signals(number)  # torchrun sends SIGTERM after the terminal's SIGINT
         told = f"\n{self.received.name}: ending after this step, with a checkpoint."
         if self.group.alone:
             signal.signal(signal.SIGINT, signal.SIG_DFL)

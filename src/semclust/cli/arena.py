@@ -142,14 +142,20 @@ def status_line(update: Callable[[str], None]) -> Callable[[str], "Watcher"]:
 
     class Line(Watcher):
         def __init__(self, title: str):
-            self.title, self.epochs = title, 0
+            self.title, self.acc = title, ""
             update(escape(title))
 
         def begin(self, training: Any) -> None:
-            self.epochs = training.settings.epochs
+            self.epoch_now, self.epochs = 1, training.settings.epochs
+            self.met, self.n_images = 0, training.n_images
+
+        def step(self, n_images: int) -> None:
+            self.met += n_images
+            share = f"{min(1.0, self.met / self.n_images):.0%}"
+            update(escape(f"{self.title}: epoch {self.epoch_now} of {self.epochs}, {share}{self.acc}"))
 
         def epoch(self, row: dict[str, Any]) -> None:
-            acc = f", ACC {row['acc']:.3f}" if row["acc"] == row["acc"] else ""
-            update(escape(f"{self.title}: epoch {row['epoch']}/{self.epochs}{acc}"))
+            self.acc = f"; ACC {row['acc']:.3f}" if row["acc"] == row["acc"] else ""
+            self.epoch_now, self.met = row["epoch"] + 1, 0
 
     return Line

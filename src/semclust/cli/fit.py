@@ -76,7 +76,9 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
         told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
         console.print(printable(told), style="yellow", markup=False, highlight=False)
 
-    again = f"Go on with: {own_name()} fit --resume {run.path}"
+    machines = f"--nproc-per-node {group.size}" if group.size == group.local_size else "..."
+    by = own_name() if group.alone else f"torchrun {machines} -m semclust"
+    again = f"Go on with: {by} fit --resume {run.path}"
     try:
         with contextlib.closing(Display(console)) as display:
             fitted = fitting.fit(images, settings, display, run if group.first else None, group)
