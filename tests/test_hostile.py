@@ -13,6 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from conftest import refused
@@ -53,6 +54,16 @@ def test_whatever_the_bytes_each_reader_reads_them_or_says_so(fuzz, readers, cap
     assert all(each["read"] + each["refused"] == INPUTS for each in found.values())
     never_refuse = {"image", "time.json", "cached pixels", "cached index"}  # they skip, or look for themselves
     assert {name for name, each in found.items() if not each["refused"]} == never_refuse
+
+
+@pytest.mark.usefixtures("cache_of_readers")
+def test_lists_within_lists_are_refused_like_any_damage(readers):
+    deep = b'{"about": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    packed = safetensors.torch.save({"w": torch.ones(1)}, metadata={"about": deep.decode()})
+    for reader in readers.values():
+        for content in (deep, packed):
+            with contextlib.suppress(SemclustError):
+                reader.read(content)
 
 
 class Trap:
