@@ -8,6 +8,7 @@ import importlib.util
 import io
 import pickle
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -64,6 +65,20 @@ def test_lists_within_lists_are_refused_like_any_damage(readers):
         for content in (deep, packed):
             with contextlib.suppress(SemclustError):
                 reader.read(content)
+
+
+def test_a_reader_that_takes_too_long_is_a_crash(fuzz, monkeypatch):
+    """Even where it takes any error for damage."""
+    monkeypatch.setattr(fuzz, "TOO_LONG", 0.05)
+
+    def slow(content: bytes) -> None:
+        try:
+            time.sleep(0.2 if content else 0)
+        except Exception as error:
+            raise InputError("damaged") from error
+
+    reader = fuzz.Reader(wholes=[b""], change=lambda content, rng: b"changed", read=slow)
+    assert fuzz.fuzz("slow", reader, 1, None)["crashes"]
 
 
 class Trap:
