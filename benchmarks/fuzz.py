@@ -402,12 +402,16 @@ def made_images() -> list[bytes]:
 # ---- the run ---------------------------------------------------------------------------------------
 
 
+class TooLongError(BaseException):
+    """None that a reader takes for damage: TimeoutError is an OSError, as an unreadable file is."""
+
+
 @contextlib.contextmanager
 def limited() -> Iterator[None]:
     """An input that takes too long, or too much memory, is an error like any other."""
 
     def alarm(*_: object) -> None:
-        raise TimeoutError("it takes too long")
+        raise TooLongError("it takes too long")
 
     before = signal.signal(signal.SIGALRM, alarm)
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -439,7 +443,7 @@ def fuzz(name: str, reader: Reader, inputs: int, crashes: Path | None, seed: int
             except SemclustError as error:
                 assert str(error).strip(), "an error without words"
                 refused += 1
-            except Exception:
+            except (Exception, TooLongError):
                 what = traceback.format_exc()
                 crashed.append(what.strip().splitlines()[-1][:200])
                 if crashes is not None:

@@ -548,6 +548,10 @@ def test_a_job_finds_its_own_unfinished_run_only(tmp_path: Path):
     assert found(restarted=True) == finished
     own = made("own")
     assert found() == own
+    timed = {"n_clusters": 4, "random_state": 7, "epochs": 60, "minutes": 2.0}
+    made("timed", settings=timed)
+    RunFolder(tmp_path / "timed").write_schedule({"epochs": 23})  # decided since
+    assert found(settings=timed) == tmp_path / "timed"
     any_seed = {"n_clusters": 4, "random_state": None}
     assert found(settings=any_seed) == own
     assert found(settings={"n_clusters": 4, "random_state": 8}) is None

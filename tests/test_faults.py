@@ -258,6 +258,37 @@ def test_a_signal_while_labels_are_renewed_waits_for_no_epoch(run, unbroken, mon
     assert all_bytes(run) == unbroken[0]
 
 
+def test_steps_that_were_skipped_are_counted_once_where_labels_are_renewed_again(run):
+    """Two at the beginning of the epoch and one at its end are not three in a row."""
+    bad = iter([True] * 4 + [False] * 6 + [True] * 2)  # 6 steps, two views
+
+    def view(x):
+        return x * torch.nan if next(bad, False) else x
+
+    def stop_while_renewing(self, on_part):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return features(self, on_part)
+
+    features = fitting.Training._features
+    changes = dict(augment=view, batch_size=8, epochs=2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fitting.Training, "_features", stop_while_renewing)
+        with pytest.raises(StoppedError, match="after 0 epochs and 6 steps"):
+            finish(run, **changes)
+    heard = Heard()
+    assert [row["skipped_steps"] for row in finish(run, heard, **changes).history] == [3, 0]
+    assert not any("in a row" in message for message in heard.warnings)
+
+
+def test_a_stop_whose_first_checkpoint_cannot_be_written_says_so(run, monkeypatch):
+    def full(self, state, epoch):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunFolder, "write_checkpoint", full)
+    with pytest.raises(StoppedError, match="after 0 epochs and 2 steps, of which no checkpoint could be kept"):
+        finish(run, Steps(2, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+
+
 def test_a_second_ctrl_c_ends_at_once(run, unbroken, tmp_path):
     """Even while the first waits for a step that does not end."""
     stuck = tmp_path / "stuck"
@@ -663,6 +694,15 @@ def test_a_second_fit_in_the_same_folder_is_told_and_harms_nothing(run, unbroken
         assert exit_status(number) == 0
     assert all_bytes(run) == unbroken[0]
     finish(run)  # the lock went with its process
+
+
+def test_a_folder_that_another_fit_has_just_begun_in_is_not_abandoned(run):
+    run.write_config({})
+    with run.locked():
+        run.abandon()
+        assert run.read_config()
+    run.abandon()
+    assert not run.path.exists()
 
 
 def test_a_run_of_before_there_were_checksums_is_resumed(run, unbroken):

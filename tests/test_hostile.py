@@ -8,11 +8,13 @@ import importlib.util
 import io
 import pickle
 import sys
+import time
 import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from conftest import refused
@@ -53,6 +55,30 @@ def test_whatever_the_bytes_each_reader_reads_them_or_says_so(fuzz, readers, cap
     assert all(each["read"] + each["refused"] == INPUTS for each in found.values())
     never_refuse = {"image", "time.json", "cached pixels", "cached index"}  # they skip, or look for themselves
     assert {name for name, each in found.items() if not each["refused"]} == never_refuse
+
+
+@pytest.mark.usefixtures("cache_of_readers")
+def test_lists_within_lists_are_refused_like_any_damage(readers):
+    deep = b'{"about": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
+    packed = safetensors.torch.save({"w": torch.ones(1)}, metadata={"about": deep.decode()})
+    for reader in readers.values():
+        for content in (deep, packed):
+            with contextlib.suppress(SemclustError):
+                reader.read(content)
+
+
+def test_a_reader_that_takes_too_long_is_a_crash(fuzz, monkeypatch):
+    """Even where it takes any error for damage."""
+    monkeypatch.setattr(fuzz, "TOO_LONG", 0.05)
+
+    def slow(content: bytes) -> None:
+        try:
+            time.sleep(0.2 if content else 0)
+        except Exception as error:
+            raise InputError("damaged") from error
+
+    reader = fuzz.Reader(wholes=[b""], change=lambda content, rng: b"changed", read=slow)
+    assert fuzz.fuzz("slow", reader, 1, None)["crashes"]
 
 
 class Trap:

@@ -1023,6 +1023,17 @@ def test_after_three_such_steps_in_a_row_a_run_goes_back_and_learns_more_slowly(
     assert any("from 0.06 to 0.02" in message for message in again.warnings)
 
 
+def test_a_checkpoint_between_such_steps_and_the_look_at_them_is_none_to_go_back_to(tmp_path, monkeypatch):
+    """The steps in it would be counted once more, and the run would end with the lower rate untried."""
+    monkeypatch.setattr(fitting, "CHECKPOINT_EVERY", 0)  # after every step
+    listener, run = Listener(), RunFolder.create(tmp_path, "run")
+    settings = tiny(augment=BadView(14, 15, 16), epochs=3, batch_size=4)  # 12 steps an epoch
+    fitted = fitting.fit(make_images(), settings, listener, run)
+    (told,) = [message for message in listener.heard if "in a row" in message]
+    assert "went on from epoch 1" in told
+    assert [row["skipped_steps"] for row in fitted.history] == [0, 2, 0]
+
+
 def test_without_a_run_folder_it_goes_back_to_the_start():
     listener = Listener()
     fitted = fitting.fit(make_images(), tiny(augment=BadView(4, 5, 6), epochs=3), listener)

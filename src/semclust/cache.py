@@ -82,7 +82,7 @@ def find(stamp: str, size: AskedSize, channels: int | None) -> Kept | None:
             with contextlib.suppress(OSError):
                 os.utime(path)  # the least recently used go first
             return Kept(pixels, skipped)
-        except (OSError, ValueError, KeyError, TypeError, struct.error):  # damaged, or just removed
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, struct.error):  # damaged, or just removed
             with contextlib.suppress(OSError):
                 path.unlink()
     return None
@@ -96,7 +96,7 @@ def find_json(stamp: str) -> dict[str, Any] | None:
         with contextlib.suppress(OSError):
             os.utime(path)  # the least recently used go first
         return value if isinstance(value, dict) else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
 
 

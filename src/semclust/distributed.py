@@ -196,7 +196,7 @@ class Group:
         if self.alone:
             return x
         if not self.first:
-            if len(x):
+            if x.numel():
                 with gone():
                     dist.send(x.contiguous(), 0)
             return x[:0]
@@ -205,7 +205,7 @@ class Group:
         with gone():
             for rank in range(1, self.size):
                 start, stop = self.bounds(n, rank, at_once)
-                if start < stop:
+                if whole[start:stop].numel():
                     dist.recv(whole[start:stop], rank)
         return whole
 

@@ -223,6 +223,7 @@ class Fitting:
 
     def tell_failure(self, failure: OSError | None) -> None:
         if failure is not None:
+            self.kept = (-1, 0)  # at least not this one
             self.warn(
                 f"A checkpoint could not be written ({in_short(failure)}); the one before it is whole. The run goes on "
                 "and tries again. Look after the disk and the folder."
@@ -278,10 +279,13 @@ class Fitting:
         training = self.training
         where = f"after {training.epoch} epochs" + (f" and {training.step} steps" if training.step else "")
         told = f"Stopped by {received.name} {where}"
-        if self.kept != (training.epoch, training.step):
+        here = (training.epoch, training.step)
+        if self.kept != here:
             self.keep()
         if failure := self.writer.settle():
             told += f". The checkpoint could not be written ({in_short(failure)}), but the one before it is whole"
+        elif self.kept != here:  # it could not be written, as was told, or is not finite
+            told += ", of which no checkpoint could be kept; the one before it is whole"
         return f"{told}."
 
     def lower_rate(self, error: NotFiniteError) -> None:

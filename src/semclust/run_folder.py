@@ -112,12 +112,13 @@ class RunFolder:
         return max(found)[2] if found else None
 
     def abandon(self) -> None:
-        """Remove the folder again, where nothing has been learned in it."""
-        if not self.metrics.exists() and not self.checkpoint.exists():
-            for name in ("config.json", "skipped.csv", ".lock"):
+        """Remove the folder again, where nothing has been learned in it and no other process is about to."""
+        with contextlib.suppress(InputError, OSError), self.locked():
+            if self.metrics.exists() or self.checkpoint.exists() or self.previous.exists():
+                return
+            for name in ("config.json", "skipped.csv", "schedule.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # there is something else in it
-                self.path.rmdir()
+            self.path.rmdir()  # refused where there is something else in it
 
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / "config.json", {"format": FORMAT, "semclust": __version__, **config})
@@ -345,6 +346,8 @@ class RunFolder:
 def _is_run_of(config: dict[str, Any], stored: dict[str, Any]) -> bool:
     """Whether a run with the config ``stored`` is of the same data and settings; a seed of None stands for any."""
     settings = dict(stored.get("settings", {}))
+    if config["settings"].get("minutes") is not None:  # by which the epochs were decided since
+        settings["epochs"] = config["settings"]["epochs"]
     if config["settings"]["random_state"] is None:
         settings["random_state"] = None
     return settings == config["settings"] and all(

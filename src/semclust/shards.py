@@ -112,6 +112,8 @@ def _scan(path: str) -> dict[str, Any]:
             try:
                 while member := tar.next():
                     tar.members = []  # type: ignore[attr-defined]  # would otherwise grow with the file
+                    if not 0 <= member.size <= LARGEST_OFFSET - member.offset_data:  # below 0, it would lead back
+                        raise tarfile.ReadError(f"a member of {member.size} bytes")
                     name = re.sub(r"^(\./)+", "", member.name)
                     ending = os.path.splitext(name)[1].lower()
                     if _is_hidden(name) or (ending not in SUFFIXES and ending != ".cls"):
@@ -121,8 +123,6 @@ def _scan(path: str) -> dict[str, Any]:
                             unlisted.append((name, "not a regular file"))
                     elif ending == ".cls":
                         classes[_key(name)] = _label(tar, member)
-                    elif member.offset_data + member.size > LARGEST_OFFSET:
-                        raise tarfile.ReadError(f"a member of {member.size} bytes")
                     else:
                         names.append(name)
                         offsets.append(member.offset_data)

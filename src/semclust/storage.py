@@ -137,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing. {NEXT_STEP}.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # the last: of lists within lists within lists
         raise DamagedFileError(f"{path} is not readable as JSON ({error}). {NEXT_STEP}.") from error
     if not isinstance(value, dict):
         raise DamagedFileError(f"{path} holds {type(value).__name__}, expected a JSON object. {NEXT_STEP}.")
@@ -193,7 +193,7 @@ def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             raise ValueError("its content does not have the checksum that it says")
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing. {NEXT_STEP}.") from None
-    except (OSError, SafetensorError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError, RecursionError) as error:
         if looks_like_pickle(path):
             raise DamagedFileError(
                 f"{path} is a pickle, which could run code when loaded; expected a safetensors file. {NEXT_STEP}."

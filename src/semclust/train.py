@@ -238,6 +238,7 @@ class Training:
             h, q = self.features(lambda: on_step(0))
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
+            self.skipped_before = self._skipped_steps()[1]  # only now: until here the steps may be counted once more
             self.epoch, self.step = self.epoch + 1, 0
             figures, p = self._renew_labels_of_all(h, q)
         return row | figures, p
@@ -262,7 +263,7 @@ class Training:
                 if self.step % LOOK_EVERY == 0:
                     self._skipped_steps()
                 on_step(self.step * self.n_images // steps - (self.step - 1) * self.n_images // steps)
-        skipped, self.skipped_before = self._skipped_steps()
+        skipped, _ = self._skipped_steps()
         loss, l_id, l_cd = self.losses[self.losses.isfinite().all(1)].mean(0).tolist()
         return {
             "learning_rate": self.learning_rate(self.epoch + (steps - 1) / steps),
@@ -749,7 +750,11 @@ class Training:
         return tensors
 
     def is_finite(self) -> bool:
-        """Whether the weights are, so that it is worth to keep them."""
+        """Whether the weights are, and the steps since the last look too, so that it is worth to keep this state."""
+        try:
+            self._skipped_steps()
+        except NotFiniteError:  # raised at the next look; who goes back to this state would meet the same steps again
+            return False
         return all_finite(self.trained)
 
     def load_state(self, tensors: dict[str, Tensor], epoch: int, source: Path) -> None:
