@@ -39,7 +39,7 @@ class Settings:
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int = setting(50, low=1)
     """Passes over the images."""
-    minutes: float | None = setting(None, low=0.05)
+    minutes: float | None = setting(None, low=0.01)
     """Time that a fit may take, in place of epochs: as many are chosen as fit into it on this machine, with the
     learning rate decayed at the end. Reading the images and the report come on top."""
     batch_size: int | None = setting(None, low=2)
