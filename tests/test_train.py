@@ -535,12 +535,13 @@ def test_a_step_has_the_losses_of_the_paper(changes):
             continue
         (banks, y), (W, B) = before[name], linear[name]
         q_task, k_task = q[task.projection], k[task.projection]
-        each = []
+        each, pulls = [], []
         for q_i, k_i, y_i in zip(q_task, k_task, y, strict=True):
             negatives = naive.contrastive_set(banks, y_i if settings.cross_cluster else None)
-            attraction = settings.attraction * naive.attraction_loss(q_i, banks, y_i, tau)
-            each.append(naive.instance_loss(q_i, k_i, negatives, tau) + attraction)
-        l_ids.append(naive.weighted_loss(s[name] if settings.hard_samples else [1] * len(each), each))
+            pulls.append(settings.attraction * naive.attraction_loss(q_i, banks, y_i, tau))
+            each.append(naive.instance_loss(q_i, k_i, negatives, tau))
+        weighted = naive.weighted_loss(s[name] if settings.hard_samples else [1] * len(each), each)
+        l_ids.append(weighted + sum(pulls) / len(pulls))
         seen = [[v / math.sqrt(naive.dot(row, row)) for v in row] for row in h]
         seen = seen if settings.classifier_input == "pooled" else q_task
         logits = [[naive.dot(w, x_i) / tau + b for w, b in zip(W, B, strict=True)] for x_i in seen]
@@ -624,7 +625,7 @@ def test_the_consistency_loss_trains_the_encoder_only_where_asked(classifier_inp
     training = started(**FROM_THE_START, classifier_trains_encoder=trains, classifier_input=classifier_input)
     scrambled(training)
     task = training.learner.tasks["cluster"]
-    l_id, l_cd = training._cluster_task_losses(task, *one_batch(training))
+    l_id, _, l_cd = training._cluster_task_losses(task, *one_batch(training))
     assert reaches(l_cd.sum(), training.learner.encoder) == trains
     assert reaches(l_cd.sum(), task.classifier)
     assert reaches(l_id.sum(), training.learner.encoder)

@@ -411,9 +411,10 @@ class Training:
             meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
-        l_ids, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
+        l_ids, pulls, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
         if not self.group.alone:
-            l_ids, l_cds = self._shares_of_batch(active, batch, l_ids, l_cds)
+            l_ids, pulls, l_cds = self._shares_of_batch(active, batch, l_ids, pulls, l_cds)
+        l_ids = l_ids + pulls
         loss = core.overall_loss(l_ids, l_cds).sum()
         if self.settings.task_sum == "mean":
             loss = loss / len(l_ids)
@@ -423,8 +424,8 @@ class Training:
         return losses, {name: each.detach() for name, each in q.items()}, k
 
     def _shares_of_batch(
-        self, active: tuple[str, ...], index: Tensor, l_ids: Tensor, l_cds: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, active: tuple[str, ...], index: Tensor, l_ids: Tensor, pulls: Tensor, l_cds: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each task's losses, which are means over this rank's part of the batch ``index``, the share in those over
         the whole: their sums over the ranks."""
         part = self.group.part(index)
@@ -433,7 +434,7 @@ class Training:
         if self.settings.hard_samples and active:
             shares = [self.learner.tasks[name].s for name in active]
             weighted[-len(active) :] = torch.stack([s[part].sum() / s[index].sum() for s in shares])
-        return l_ids * weighted, l_cds * mean
+        return l_ids * weighted, pulls * mean, l_cds * mean
 
     @staticmethod
     def _spoiled(gradients: list[Tensor], losses: Tensor) -> Tensor:
@@ -450,18 +451,17 @@ class Training:
 
     def _sample_losses(
         self, active: tuple[str, ...], index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """L_ID and L_CD of each task and sample (both tasks x n), with the samples' weights in the mean."""
-        l_ids, l_cds = [], []
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """L_ID, the pull towards the own cluster, and L_CD of each task and sample (each tasks x n), with the samples'
+        weights in the mean."""
+        losses = []
         if "instance" in self.settings.tasks or not active:
             l_id = self._instance_task_loss(q, k)
-            l_ids.append(l_id)
-            l_cds.append(torch.zeros_like(l_id))
+            losses.append((l_id, torch.zeros_like(l_id), torch.zeros_like(l_id)))
         for name in active:
-            l_id, l_cd = self._cluster_task_losses(self.learner.tasks[name], index, h, q, k)
-            l_ids.append(l_id)
-            l_cds.append(l_cd)
-        return torch.stack(l_ids), torch.stack(l_cds)
+            losses.append(self._cluster_task_losses(self.learner.tasks[name], index, h, q, k))
+        l_ids, pulls, l_cds = zip(*losses, strict=True)
+        return torch.stack(l_ids), torch.stack(pulls), torch.stack(l_cds)
 
     def _keys(self, view: Tensor, index: Tensor) -> dict[str, Tensor]:
         """k for each projection (n x d): the only place where the contrastive methods differ."""
@@ -507,15 +507,16 @@ class Training:
 
     def _cluster_task_losses(
         self, task: ClusterTask, index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """L_ID (Eq. 1, 2, 6) and L_CD (Eq. 3, 4) of one clustering task, for each sample."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """L_ID (Eq. 1, 2, 6), the pull towards the own cluster and L_CD (Eq. 3, 4) of one clustering task, for each
+        sample."""
         settings, tau = self.settings, self.settings.temperature
         y = task.y[index]
         q_task, k_task = q[task.projection], k[task.projection]
         bank = core.bank_similarity(q_task, task.memory.keys, tau)
         l_id = core.instance_loss(q_task, k_task, bank, tau, y if settings.cross_cluster else None)
-        if settings.attraction:
-            l_id = l_id + settings.attraction * core.attraction_loss(bank, y)
+        # Not weighted as L_ID is: images that keep swapping would be pulled hardest, and to whichever cluster it is now.
+        pull = settings.attraction * core.attraction_loss(bank, y) if settings.attraction else torch.zeros_like(l_id)
         s = task.s[index]
         w = labels.sample_weights(s if settings.hard_samples else torch.ones_like(s))
 
@@ -523,7 +524,7 @@ class Training:
             bank = core.bank_similarity(k_task.detach(), task.memory.keys, tau)
         seen = self._classifier_sees(h, q_task)
         logits = task.classifier(seen if settings.classifier_trains_encoder else seen.detach())
-        return w * l_id, core.cluster_loss(logits, core.memory_assignment(bank)) / len(y)
+        return w * l_id, pull / len(y), core.cluster_loss(logits, core.memory_assignment(bank)) / len(y)
 
     def _classifier_sees(self, h: Tensor, q: Tensor) -> Tensor:
         return classifier_input(h, q, self.settings.classifier_input == "pooled")
