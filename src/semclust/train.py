@@ -515,7 +515,7 @@ class Training:
         q_task, k_task = q[task.projection], k[task.projection]
         bank = core.bank_similarity(q_task, task.memory.keys, tau)
         l_id = core.instance_loss(q_task, k_task, bank, tau, y if settings.cross_cluster else None)
-        # Not weighted as L_ID is: images that keep swapping would be pulled hardest, and to whichever cluster it is now.
+        # Not weighted as L_ID is: images that keep swapping would be pulled hardest, to whichever cluster they are in.
         pull = settings.attraction * core.attraction_loss(bank, y) if settings.attraction else torch.zeros_like(l_id)
         s = task.s[index]
         w = labels.sample_weights(s if settings.hard_samples else torch.ones_like(s))
