@@ -215,6 +215,20 @@ def test_a_damaged_header_is_told_and_not_kept(tmp_path: Path, damage: str):
     assert len(open_images(path).names) == 6 and open_images(path).skipped == []
 
 
+@pytest.mark.parametrize("kind, size", [(tarfile.REGTYPE, -512), (tarfile.XHDTYPE, 2**60)], ids=["negative", "vast"])
+def test_a_header_with_an_impossible_size_is_damage(tmp_path: Path, kind: bytes, size: int):
+    """Both were found by random damage: the one as an OverflowError, the other as a MemoryError."""
+    path = shard(tmp_path / "a.tar", {f"{i}.png": encoded(noise(20, 20, seed=i)) for i in range(3)})
+    impossible = tarfile.TarInfo("x.png")
+    impossible.type, impossible.size = kind, size
+    content, at = bytearray(path.read_bytes()), offset_of(path, 2)
+    content[at : at + 512] = impossible.tobuf(tarfile.GNU_FORMAT)
+    path.write_bytes(content)
+    images = open_images(path)
+    assert images.names == ["a.tar/0.png", "a.tar/1.png"]
+    assert [name for name, _ in images.skipped] == ["a.tar"] and "cut off or damaged" in images.skipped[0][1]
+
+
 def test_what_could_not_be_read_for_a_while_is_found_later(tmp_path: Path, monkeypatch):
     """The file is the same: neither its index nor its pixels may be taken from the time of the error."""
     path = shard(tmp_path / "a.tar", {f"{i}.png": encoded(noise(20, 20, seed=i)) for i in range(6)})

@@ -129,9 +129,10 @@ def _scan(path: str) -> dict[str, Any]:
                         lengths.append(member.size)
                 if not _only_zeros_from(tar.offset, tar.fileobj):  # tarfile takes a damaged header for the end
                     raise tarfile.ReadError(f"no member begins at byte {tar.offset}")
-            except (tarfile.TarError, OSError, ValueError) as error:  # ValueError: of an offset beyond all files
+            # ValueError: of an offset beyond all files; MemoryError: of a header that claims more than the memory
+            except (tarfile.TarError, OSError, ValueError, MemoryError) as error:
                 unlisted.append(("", f"the tar file is cut off or damaged: {reason(error)}"))
-    except (tarfile.TarError, OSError) as error:
+    except (tarfile.TarError, OSError, MemoryError) as error:
         raise InputError(f"{path!r} cannot be read as a tar file ({reason(error)}); make it again.") from error
     labels = [classes.get(_key(name)) for name in names]
     return {"names": names, "offsets": offsets, "lengths": lengths, "labels": labels, "unlisted": unlisted}
