@@ -1,6 +1,7 @@
 """Encoder, classifier, a user's own network, momentum twin and grouped batch norm."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,15 +9,17 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
+from semclust.augment import choose_augmentation
 from semclust.backbones import GroupedBatchNorm2d, SmallImageResNet, Sobel, build_backbone, group_batch_norm, pool
+from semclust.config import Settings
 from semclust.errors import InputError
-from semclust.model import ClusterNetwork, Encoder, LinearClassifier, follow, momentum_twin
+from semclust.model import ClusterNetwork, Encoder, LinearClassifier, build_encoder, follow, momentum_twin
 
 
 def small_encoder(projections=("shared",), c=3, **kwargs):
     torch.manual_seed(0)
     network = SmallImageResNet("resnet18", 2 if kwargs.get("sobel") else c, 4)
-    return Encoder(network, 32, c, projections, projection_dim=5, **kwargs)
+    return Encoder(network, 32, c, projections, projection_dim=5, view_size=(8, 8), **kwargs)
 
 
 def build(module, shape=(8, 6, 3), width=None, max_pool=False, sobel=False):
@@ -59,7 +62,7 @@ def test_projection_is_a_head_of_two_layers_on_the_pooled_feature():
 
 
 def test_backbone_sees_colours_less_their_mean_over_their_deviation():
-    encoder = Encoder(Reads(), 3, 3, ["shared"])
+    encoder = Encoder(Reads(), 3, 3, ["shared"], view_size=(4, 4))
     mean, std = torch.tensor([0.1, 0.5, 0.9]), torch.tensor([0.2, 0.25, 0.5])
     encoder.mean.copy_(mean[:, None, None])
     encoder.std.copy_(std[:, None, None])
@@ -72,7 +75,7 @@ def test_backbone_sees_colours_less_their_mean_over_their_deviation():
 
 
 def test_backbone_sees_edges_of_the_normalised_image_where_asked():
-    encoder = Encoder(Reads(), 2, 3, ["shared"], sobel=True)
+    encoder = Encoder(Reads(), 2, 3, ["shared"], sobel=True, view_size=(4, 4))
     encoder.std.fill_(0.5)
     encoder.mean.fill_(0.3)
     x = torch.rand(2, 3, 4, 5)
@@ -158,7 +161,7 @@ class OwnJoined(nn.Module):
 def test_own_network_may_return_vectors_or_maps(module, n_features):
     network, found = build(module)
     assert found == n_features
-    encoder = Encoder(network, found, 3, ["shared"])
+    encoder = Encoder(network, found, 3, ["shared"], view_size=(8, 6))
     h, q = encoder(torch.rand(4, 3, 8, 6))
     assert h.shape == (4, n_features) and q["shared"].shape == (4, 128)
 
@@ -166,7 +169,7 @@ def test_own_network_may_return_vectors_or_maps(module, n_features):
 def test_own_network_is_fed_edges_where_asked():
     network, n_features = build(nn.Conv2d(2, 9, 3), sobel=True)
     assert n_features == 9
-    h, _ = Encoder(network, n_features, 3, ["shared"], sobel=True)(torch.rand(4, 3, 8, 6))
+    h, _ = Encoder(network, n_features, 3, ["shared"], sobel=True, view_size=(8, 6))(torch.rand(4, 3, 8, 6))
     assert h.shape == (4, 9)
 
 
@@ -384,3 +387,17 @@ def test_every_2d_batch_norm_of_a_network_is_grouped_and_nothing_else_changes():
     x = torch.rand(8, 3, 8, 8)
     assert_close(encoder.backbone(x), torch.cat([before.backbone(part) for part in x.split(4)]))
     assert_close(encoder.eval()(x)[0], before.eval()(x)[0])
+
+
+def test_whole_images_are_seen_as_large_as_the_views_that_were_learned_from():
+    settings = Settings(backbone="resnet10", width=4, n_clusters=3, projection_dim=5)
+    encoder, n_features = build_encoder(settings, (32, 24, 3), ["shared"])
+    assert (encoder.view_size, n_features) == ((24, 18), 32)
+    x = torch.rand(2, 3, 32, 24)
+    classifier = LinearClassifier(5, 3, tau=0.1)
+    network = ClusterNetwork(encoder.eval(), classifier, pooled=False)
+    smaller = choose_augmentation("natural", 3, settings.crop_size)(x).shape[2:]
+    whole = F.interpolate(x, smaller, mode="bilinear")
+    assert_close(network(x)[1], encoder(whole)[1]["shared"])
+    assert build_encoder(replace(settings, augment="strokes"), (32, 24, 3), ["shared"])[0].view_size == (32, 24)
+    assert build_encoder(replace(settings, augment=lambda x: x), (32, 24, 3), ["shared"])[0].view_size == (32, 24)

@@ -154,15 +154,27 @@ def none(x: Tensor, u: Tensor) -> Tensor:
 AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": strokes, "none": none}
 
 
+def choose_family(augment: str, n_channels: int) -> str:
+    """The setting ``augment`` with auto resolved: grey images are drawings, most often."""
+    return ("strokes" if n_channels == 1 else "natural") if augment == "auto" else augment
+
+
 def choose_augmentation(augment: str | Augmentation, n_channels: int, crop_size: float = 1.0) -> Augmentation:
     """The callable behind the setting ``augment``; views that are crops have ``crop_size`` times the image's sides."""
     if not isinstance(augment, str):
         return augment
-    if augment == "auto":
-        augment = "strokes" if n_channels == 1 else "natural"
+    augment = choose_family(augment, n_channels)
     if augment == "natural" and crop_size < 1:
         return RandomView(functools.partial(natural.by, size=crop_size), natural.numbers)
     return AUGMENTATIONS[augment]
+
+
+def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_size: float = 1.0) -> tuple[int, int]:
+    """Height and width of the views of images of shape (H, W, c); of a user's own function, taken to be the image's."""
+    H, W, n_channels = image_shape
+    if not isinstance(augment, str) or choose_family(augment, n_channels) != "natural":
+        return H, W
+    return round(crop_size * H), round(crop_size * W)
 
 
 def between(low: float, high: float, u: Tensor) -> Tensor:

@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, pool, stop_counting
+from semclust.augment import view_size
+from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, build_backbone, pool, stop_counting
+from semclust.config import Settings
 from semclust.core import SemanticMemory, bank_size
 from semclust.devices import computes_in_bfloat16
 from semclust.partition import cluster_means
@@ -32,8 +34,12 @@ class Encoder(nn.Module):
         projection_dim: int = 128,
         projection_norm: bool = True,
         sobel: bool = False,
+        *,
+        view_size: tuple[int, int],
     ):
+        """``view_size``: height and width of the views to learn from."""
         super().__init__()
+        self.view_size = view_size
         self.register_buffer("mean", torch.zeros(n_channels, 1, 1))
         self.register_buffer("std", torch.ones(n_channels, 1, 1))
         self.edges = Sobel() if sobel else nn.Identity()
@@ -51,6 +57,13 @@ class Encoder(nn.Module):
         """Pooled feature h (n x D) and, for each projection, q (n x d, unit length)."""
         return self.project(self.pooled(x))
 
+    def at_view_size(self, x: Tensor) -> Tensor:
+        """Whole images as large as the views that the network learns from: things that it sees larger than it learned
+        them, and in larger maps, have other features, which the classifier does not know."""
+        if self.view_size == tuple(x.shape[2:]):
+            return x
+        return F.interpolate(x, self.view_size, mode="bilinear", align_corners=False)
+
     def folded(self) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]] | None:
         """The same function with the weights as they are now, as fast as it predicts; None where there is no such."""
         if not isinstance(self.backbone, SmallImageResNet) or not computes_in_bfloat16(self.mean.device):
@@ -62,6 +75,27 @@ class Encoder(nn.Module):
         """The pooled feature h (n x D) itself and its projections."""
         # In full precision: at tau = 0.1 a rounding of q in bfloat16 would move a similarity by 4 %.
         return h.float(), {name: F.normalize(p(h).float(), dim=1) for name, p in self.projections.items()}
+
+
+def build_encoder(
+    settings: Settings, image_shape: tuple[int, int, int], projections: Iterable[str]
+) -> tuple[Encoder, int]:
+    """f_theta for images of shape (H, W, c), and the dimension D of its pooled feature."""
+    size = view_size(settings.augment, image_shape, settings.crop_size)
+    backbone, n_features = build_backbone(
+        settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
+    )
+    encoder = Encoder(
+        backbone,
+        n_features,
+        image_shape[2],
+        projections,
+        settings.projection_dim,
+        settings.projection_norm,
+        settings.sobel,
+        view_size=size,
+    )
+    return encoder, n_features
 
 
 def _projection(n_features: int, dim: int, norm: bool) -> nn.Sequential:
@@ -113,7 +147,7 @@ class ClusterNetwork(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Probabilities p (n x C) and representation q (n x d) of images in [0, 1] (n x c x H x W)."""
-        h, representations = self.encoder(x)
+        h, representations = self.encoder(self.encoder.at_view_size(x))
         (q,) = representations.values()
         return self.classifier(classifier_input(h, q, self.pooled)).softmax(1), q
 

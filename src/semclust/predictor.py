@@ -13,12 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from semclust import __version__
-from semclust.backbones import build_backbone
 from semclust.config import OWN_CODE, Settings, check, from_json, is_own_code, to_json
 from semclust.data import Images, stream_images
 from semclust.errors import DamagedFileError, InputError, in_short
 from semclust.groups import Groups
-from semclust.model import ClusterNetwork, Encoder, LinearClassifier, channels_last
+from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, channels_last
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 from semclust.train import Learner, in_unit_range
 
@@ -64,13 +63,8 @@ class Predictor:
 
     @staticmethod
     def _blank_network(settings: Settings, image_shape: tuple[int, int, int]) -> ClusterNetwork:
-        backbone, n_features = build_backbone(
-            settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
-        )
+        encoder, n_features = build_encoder(settings, image_shape, ["cluster"])
         dim, pooled = settings.projection_dim, settings.classifier_input == "pooled"
-        encoder = Encoder(
-            backbone, n_features, image_shape[2], ["cluster"], dim, settings.projection_norm, settings.sobel
-        )
         classifier = LinearClassifier(n_features if pooled else dim, settings.n_clusters, settings.temperature)
         network = ClusterNetwork(encoder, classifier, pooled)
         channels_last(network).eval()

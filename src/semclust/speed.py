@@ -80,9 +80,10 @@ def measure_speed(
         tell(f"{kind}: {whole[-1]:.3f} s, {refresh[-1]:.3f} s of it for the labels")
     seconds, label_seconds = float(np.mean(whole[1:])), float(np.mean(refresh[1:]))
 
-    flop, flop_of_view = flop_an_image(training, size), flop_an_image(training, view_size(training))
-    passes = (2 if settings.symmetric else 1) * (3 + (settings.contrast != "instance-memory"))
-    work = n_images * (flop_of_view * passes + flop) / seconds / 1e12
+    flop = flop_a_view(training)
+    # Forwards, backwards (two products for each of forward's) and the twin; once more to renew the labels.
+    passes = (2 if settings.symmetric else 1) * (3 + (settings.contrast != "instance-memory")) + 1
+    work = n_images * passes * flop / seconds / 1e12
     result: dict[str, Any] = {
         "semclust": __version__,
         "torch": torch.__version__,
@@ -90,7 +91,7 @@ def measure_speed(
         "engine": str(training.engine),
         "images": n_images,
         "image_shape": [size, size, channels],
-        "view_size": view_size(training),
+        "view_size": list(training.learner.encoder.view_size),
         "clusters": settings.n_clusters,
         "keys": settings.memory_size,
         "batch": training.batch_size,
@@ -101,8 +102,7 @@ def measure_speed(
         "seconds_per_label_refresh": label_seconds,
         "images_per_second": n_images / seconds,
         "time_to_first_step": first_step[0],
-        "gmac_per_image": flop / 2e9,
-        "gmac_per_view": flop_of_view / 2e9,
+        "gmac_per_view": flop / 2e9,
         "tflops": work,
         "peak_tflops": (peak := peak_tflops(device)),
         "share_of_peak": work / peak,
@@ -178,17 +178,11 @@ def seconds_of_steps(training: Training, device: torch.device, images: Resident 
         training.images, training.step = kept, 0
 
 
-def view_size(training: Training) -> int:
-    """The side in pixels of the views that the training learns from."""
-    H, W, c = training.image_shape
-    return training.augmentation(torch.zeros(1, c, H, W, device=training.device)).shape[2]
-
-
-def flop_an_image(training: Training, size: int) -> int:
-    """Floating-point operations of one image of ``size`` pixels through the encoder."""
+def flop_a_view(training: Training) -> int:
+    """Floating-point operations of one view, or of a whole image at its size, through the encoder."""
     encoder = training.learner.encoder.eval()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
-        encoder(torch.zeros(1, training.image_shape[2], size, size, device=training.device))
+        encoder(torch.zeros(1, training.image_shape[2], *encoder.view_size, device=training.device))
     return counter.get_total_flops()
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from semclust import core, labels, metrics
 from semclust.augment import Augmentation, RandomView
-from semclust.backbones import build_backbone, group_batch_norm
+from semclust.backbones import group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
@@ -33,7 +33,7 @@ from semclust.distributed import ALONE, Group, checksum, synchronise_batch_norm
 from semclust.engine import Engine, fast_kernels
 from semclust.errors import DamagedFileError, InputError, NotFiniteError
 from semclust.loader import choose_loader
-from semclust.model import ClusterTask, Encoder, TaskPlan, channels_last, classifier_input, follow, momentum_twin
+from semclust.model import ClusterTask, TaskPlan, build_encoder, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
 from semclust.storage import load_into
 
@@ -56,15 +56,10 @@ class Learner(nn.Module):
 
     def __init__(self, settings: Settings, image_shape: tuple[int, int, int], n_images: int):
         super().__init__()
-        backbone, n_features = build_backbone(
-            settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
-        )
         own = settings.projection_per_task
         projections = sorted(settings.tasks) if own else ["shared"]
         dim, tau = settings.projection_dim, settings.temperature
-        self.encoder = Encoder(
-            backbone, n_features, image_shape[2], projections, dim, settings.projection_norm, settings.sobel
-        )
+        self.encoder, n_features = build_encoder(settings, image_shape, projections)
         group_batch_norm(self.encoder, settings.batch_norm_groups)
         self.twin = momentum_twin(self.encoder) if settings.contrast == "moco" else None
         if settings.contrast == "instance-memory":  # an empty key is the zero vector, as in SemanticMemory
@@ -702,7 +697,7 @@ class Training:
         n_images = stop - start
         for part in self._images_from(start, stop):
             with self.precision:
-                h, q = encode(in_unit_range(part))
+                h, q = encode(self.learner.encoder.at_view_size(in_unit_range(part)))
             hs.append(h if self.keeps_pooled else h.new_empty(len(h), 0))
             qs.append(q)
             on_part()

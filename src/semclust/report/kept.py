@@ -143,7 +143,7 @@ def features_of_tasks(
         parts: dict[str, list[np.ndarray]] = {task: [] for task in wanted}
         for start in range(0, len(pixels), BATCH):
             x = torch.tensor(pixels[start : start + BATCH]).to(device).permute(0, 3, 1, 2)
-            q = encoder(in_unit_range(x))[1]
+            q = encoder(encoder.at_view_size(in_unit_range(x)))[1]
             for task in wanted:
                 parts[task].append(q[projection(task)].cpu().numpy())
         return {task: np.concatenate(part) for task, part in parts.items()}
