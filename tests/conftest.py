@@ -1,5 +1,6 @@
 """Small images, small networks and small settings that the tests of whole fits share."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,17 @@ class TinyBackbone(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(self.convolution(x)).relu()
+
+
+class BadView:
+    """The image itself; in some steps of all that there are, counted from 1, NaN."""
+
+    def __init__(self, *bad: int):
+        self.bad, self.calls = bad, 0
+
+    def __call__(self, x):
+        self.calls += 1
+        return x * math.nan if (self.calls + 1) // 2 in self.bad else x
 
 
 def noisy_groups(n: int = 48, size: int = 8, channels: int = 1, groups: int = 4, seed: int = 0) -> np.ndarray:

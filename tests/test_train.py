@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import naive
-from conftest import RESULTS, TinyBackbone, make_images, noisy_groups, tiny
+from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
 from semclust import fitting
 from semclust.augment import choose_augmentation
 from semclust.config import Settings, preset
@@ -970,17 +970,6 @@ def test_a_callable_augmentation_is_used_for_queries_and_keys():
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------
-
-
-class BadView:
-    """The image itself; in some steps of all that there are, counted from 1, NaN."""
-
-    def __init__(self, *bad: int):
-        self.bad, self.calls = bad, 0
-
-    def __call__(self, x):
-        self.calls += 1
-        return x * math.nan if (self.calls + 1) // 2 in self.bad else x
 
 
 @pytest.mark.parametrize("contrast", CONTRASTS)
