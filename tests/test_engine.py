@@ -85,7 +85,7 @@ class Recorder:
     def __init__(self, fails: bool):
         self.fails = fails
 
-    def __call__(self, graph):
+    def __call__(self, graph, pool):
         return self
 
     def __enter__(self):
@@ -96,9 +96,19 @@ class Recorder:
         return False
 
 
-def test_a_step_that_cannot_be_recorded_goes_on_plainly_and_says_so(pretend_gpu, monkeypatch):
+@pytest.mark.parametrize("left_open", [True, False])  # what torch does with the memory of such a recording
+def test_a_step_that_cannot_be_recorded_goes_on_plainly_and_says_so(pretend_gpu, monkeypatch, left_open):
+    given_back = []
+
+    def end(device, pool):
+        if not left_open:
+            raise RuntimeError("not currently recording to mempool_id")
+
     monkeypatch.setattr(torch.cuda, "graph", Recorder(fails=True))
     monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 1))
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", lambda *pool: given_back.append(pool), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     restored = []
     generator = SimpleNamespace(clone_state=lambda: "whole", graphsafe_set_state=restored.append)
@@ -110,7 +120,7 @@ def test_a_step_that_cannot_be_recorded_goes_on_plainly_and_says_so(pretend_gpu,
     step = made.recorded(lambda x: calls.append(x) or 2 * x)
     assert [step(torch.tensor(float(i))).item() for i in range(6)] == [0, 2, 4, 6, 8, 10]
     assert len(calls) == 6 and len(heard) == 1 and "cannot be recorded" in heard[0] and not made.records
-    assert restored == ["whole"]
+    assert restored == ["whole"] and given_back == [(0, (0, 1))] * left_open
 
 
 def test_training_says_what_it_does():

@@ -104,9 +104,9 @@ class RecordedStep:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         """Recording runs nothing: a failure leaves all as it was."""
         self.inputs = [value.clone() for value in inputs]
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph):
+            with torch.cuda.graph(graph, pool=pool):
                 self.result = self.step(*self.inputs)
             self.graph = graph
         except RuntimeError as error:
@@ -115,7 +115,17 @@ class RecordedStep:
             # The generator still believes that it is being recorded; a copy of its state does not.
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             generator.graphsafe_set_state(generator.clone_state())
+            give_back(pool)
             self.engine.on_notice(f"The step cannot be recorded, which makes it slower ({in_short(error)}).")
+
+
+def give_back(pool: Any) -> None:
+    """The memory of a recording that failed. torch 2.11 leaves its allocator in the midst of such a one, where it gives
+    no memory back and raises at the next attempt to; where torch has ended it, there is nothing to do."""
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # it is not being recorded to
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
 
 
 @contextlib.contextmanager
