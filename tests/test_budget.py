@@ -120,6 +120,18 @@ def test_an_epoch_of_more_or_fewer_steps(share):
         assert len(torch.cat(met).unique()) == 48
 
 
+@pytest.mark.parametrize("n, taken", [(None, 3), (2, 2)])
+def test_steps_that_are_tried_leave_the_epoch_where_it_was(n, taken):
+    """Also within an epoch: its rest and its losses are as they were."""
+    training = fitting.start(make_images(), tiny())
+    training.step, training.losses = 1, torch.full((3, 3), 7.0)
+    met = []
+    step = training._step
+    training._step = lambda *args: met.append(args) or step(*args)
+    training.try_steps(n)
+    assert len(met) == taken and training.step == 1 and (training.losses == 7).all()
+
+
 # ---- whole fits, by a clock that only an epoch moves ---------------------------------------------------
 
 

@@ -164,19 +164,11 @@ def measure(training: Training) -> Schedule:
 
 def seconds_of_steps(training: Training) -> float:
     """Of the steps of a whole epoch, judged by a few of them."""
-    whole = len(training._order())
-
-    def take(n: int) -> Callable[[], Any]:
-        def steps() -> None:
-            training._steps(lambda _: None, n / whole)
-            training.step = 0  # to begin anew with the next call
-
-        return steps
-
+    whole, _ = training._batches()
     timed = min(whole, PLAIN_STEPS + 1)
-    take(timed)()  # records, where steps are recorded
+    training.try_steps(timed)  # records, where steps are recorded
     while True:
-        seconds = usual_seconds(take(timed), training)
+        seconds = usual_seconds(functools.partial(training.try_steps, timed), training)
         if timed == whole or seconds >= ENOUGH_SECONDS:
             return seconds * whole / timed
         timed = min(whole, 4 * timed)

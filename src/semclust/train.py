@@ -268,6 +268,16 @@ class Training:
             "skipped_steps": skipped,
         }
 
+    def try_steps(self, n: int | None = None) -> None:
+        """The first n steps of an epoch, or all of them, to see how long they take: they train, but the epoch that is
+        to come, or the rest of it, is as long as before."""
+        step, losses = self.step, self.losses
+        self.step = 0
+        try:
+            self._steps(lambda n_images: None, 1.0 if n is None else n / self._batches()[0])
+        finally:
+            self.step, self.losses = step, losses
+
     def _skipped_steps(self) -> tuple[int, int]:
         """How many steps of this epoch were not finite, and how many of them are the last in a row."""
         spoiled = (~self.losses[: self.step].isfinite().all(1)).tolist()
