@@ -565,6 +565,28 @@ def test_a_step_that_does_not_fit_goes_in_parts_with_the_same_gradient(monkeypat
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
+class LateSmallDevice(SmallDevice):
+    """Finds out only after its batch norm has seen the images."""
+
+    def forward(self, x):
+        features = TinyBackbone.forward(self, x)
+        if len(x) > self.most and self.training:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return features
+
+
+@pytest.mark.parametrize("contrast", ["moco", "simclr"])
+def test_what_batch_norm_saw_in_a_step_that_did_not_fit_is_forgotten(contrast):
+    states = []
+    for parts in (1, 4):  # found out; known before
+        training = fitting.start(images(), settings(backbone=LateSmallDevice(4), contrast=contrast))
+        training.parts = parts
+        training.run_epoch()
+        assert training.parts == 4
+        states.append(training.state())
+    assert all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
 @pytest.mark.parametrize("contrast", ["moco", "simclr", "instance-memory"])
 @pytest.mark.parametrize("symmetric", [False, True])
 def test_a_run_in_parts_goes_on_in_parts(tmp_path, contrast, symmetric):

@@ -383,10 +383,14 @@ class Training:
         keys: list[Keys] = []
         own = self.group.part(index)
         split = (part.tensor_split(self.parts) for part in (*views.chunk(2), own))
-        for query, key, some in zip(*split, strict=True):
-            of_part, q, k = self._add_gradient(active, query, key, some, len(some) / len(own), index)
-            losses = losses + of_part
-            keys.append((some if self.group.alone else index, q, k))
+        try:
+            for query, key, some in zip(*split, strict=True):
+                of_part, q, k = self._add_gradient(active, query, key, some, len(some) / len(own), index)
+                losses = losses + of_part
+                keys.append((some if self.group.alone else index, q, k))
+        except torch.OutOfMemoryError:  # the step is to come again, in smaller parts
+            self._set_statistics(statistics)
+            raise
         gradients = [parameter.grad for parameter in self.trained if parameter.grad is not None]
         self.group.sum_all([*gradients, losses])
         spoiled = self._spoiled(gradients, losses)
@@ -450,7 +454,11 @@ class Training:
     def _restore_statistics(self, before: Tensor, spoiled: Tensor) -> None:
         """Where a step was ``spoiled``, let the networks' statistics be what they were."""
         now = torch.cat([buffer.flatten() for buffer in self._statistics])
-        parts = torch.where(spoiled, before, now).split([buffer.numel() for buffer in self._statistics])
+        self._set_statistics(torch.where(spoiled, before, now))
+
+    @torch.no_grad()
+    def _set_statistics(self, values: Tensor) -> None:
+        parts = values.split([buffer.numel() for buffer in self._statistics])
         shaped = [part.view_as(buffer) for part, buffer in zip(parts, self._statistics, strict=True)]
         torch._foreach_copy_(self._statistics, shaped)
 
