@@ -1,5 +1,6 @@
 """Compiled and recorded steps: where there is no GPU, that they are left alone, and fall back in words."""
 
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +55,26 @@ def test_on_a_cpu_functions_and_steps_are_themselves():
     with made.beside(True) as meet:
         pass
     meet()
+
+
+def test_streams_meet_also_after_an_error(pretend_gpu, monkeypatch):
+    waited = []
+
+    def stream(name):
+        return SimpleNamespace(name=name, wait_stream=lambda other: waited.append((name, other.name)))
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream("first"))
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    made, _ = notices()
+    made.second_stream = stream("second")
+    with made.beside(True) as meet:
+        pass
+    assert waited == [("second", "first")]
+    meet()
+    assert waited[1:] == [("first", "second")]
+    with pytest.raises(ZeroDivisionError), made.beside(True):
+        raise ZeroDivisionError
+    assert waited[2:] == [("second", "first"), ("first", "second")]
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so_once(pretend_gpu, monkeypatch):

@@ -60,14 +60,22 @@ class Engine:
     @contextlib.contextmanager
     def beside(self, possible: bool) -> Iterator[Callable[[], None]]:
         """Where ``possible``, the work in this block runs on the GPU beside what follows it, until the function that is
-        given is called."""
+        given is called. That must be, also after an error: who goes on then, must not overtake this work."""
         stream = self.second_stream
         if stream is None or not possible:
             yield lambda: None
             return
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            yield lambda: torch.cuda.current_stream().wait_stream(stream)
+
+        def meet() -> None:
+            torch.cuda.current_stream().wait_stream(stream)
+
+        try:
+            with torch.cuda.stream(stream):
+                yield meet
+        except BaseException:
+            meet()
+            raise
 
     def recorded(self, step: Step) -> Step:
         """``step``, recorded as a CUDA graph after a few calls; its inputs must keep their shapes. What it reads

@@ -416,8 +416,10 @@ class Training:
             # other processes, which would have to meet them in the same order.
             with self.engine.beside(self.settings.contrast == "moco" and self.group.alone) as meet:
                 k = self._keys(key, index)
-            h, q = self._encode(query)
-            meet()
+            try:
+                h, q = self._encode(query)
+            finally:
+                meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
         l_ids, pulls, l_cds = (of_samples.sum(1) for of_samples in self._losses(active, index, h, q, k))
