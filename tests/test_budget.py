@@ -80,6 +80,28 @@ def test_a_machine_that_changes_keeps_to_the_budget(machine, minutes):
     assert any(share != 1 for share in shares)
 
 
+@pytest.mark.parametrize("last, back_to", [(30, 0), (20, 20), (50, 48)])
+def test_a_run_that_goes_back_shares_the_time_that_is_left(last, back_to):
+    """Evenly, but for the epoch that it may go on in the midst of. It went back from an epoch that had hardly begun,
+    whose time tells nothing of the machine's speed."""
+    now = 0.0
+    plan, schedule = Plan(), Schedule(60, STEPS, RENEWAL, end=0.4)
+    plan.set_epochs(60)
+    pace = Pace(schedule, plan, 100 / 60, lambda: now)
+    for epoch in range(last):
+        now += schedule.seconds([plan.kind_of_epoch(epoch)], pace.share(epoch))
+    pace.share(last)
+    now += 0.01
+    decided = schedule.shares[back_to]
+    for epoch in range(back_to, 60):
+        now += schedule.seconds([plan.kind_of_epoch(epoch)], pace.share(epoch))
+    assert 85 <= now + 0.4 <= 105
+    assert schedule.shares[back_to] == decided and len(schedule.shares) == 60
+    again = schedule.shares[back_to + 1 :]
+    assert min(again) > 0.8 * max(again)
+    assert all(took == pytest.approx(expected) for took, expected in pace.times)
+
+
 def test_a_budget_that_is_too_small_names_the_smallest():
     with pytest.raises(
         InputError, match=r"minutes=0\.1 is too short: 10 epochs.* need about 0\.(\d+) minutes"

@@ -80,12 +80,17 @@ class Pace:
         self.kinds = [plan.kind_of_epoch(epoch) for epoch in range(schedule.epochs)]
         self.schedule, self.budget, self.seconds = schedule, 60 * minutes, seconds
         self.latest: tuple[float, float] | None = None  # when the latest epoch began, and how long it was to take
+        self.latest_epoch = -1
         self.times: list[tuple[float, float]] = []  # that each epoch took, and that it was expected to take
         self.unlike_others = resumed  # the first epoch after an interruption compiles and records again
 
     def share(self, epoch: int) -> float:
         """Of the steps of a whole epoch that the next one, ``epoch``, takes. To be asked before each, once."""
         now = self.seconds()
+        if epoch <= self.latest_epoch:  # the run went back, after steps that were not finite
+            del self.schedule.shares[epoch + 1 :]  # there is less time left than when they were decided
+            self.latest, self.unlike_others = None, True
+        self.latest_epoch = epoch
         if self.latest is not None and not self.unlike_others:
             self.times.append((now - self.latest[0], self.latest[1]))
         self.unlike_others = self.unlike_others and self.latest is None
