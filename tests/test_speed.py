@@ -130,6 +130,17 @@ def test_the_command_writes_the_figures_and_overwrites_nothing(tmp_path, monkeyp
     assert json.loads((tmp_path / "bench-speed.json").read_text()) == figures
 
 
+@pytest.mark.parametrize("words", [["--epochs", "3"], ["--epochs=3"], ["--minutes", "1"]], ids=" ".join)
+def test_settings_of_how_long_to_fit_are_not_offered(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", "speed", *words])
+    assert ended.value.code == 2 and "Unrecognized" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["bench", "speed", "--help"])
+    offered = capsys.readouterr().out.split()
+    assert not {"--epochs", "--minutes"} & set(offered) and {"--epochs-timed", "--batch-size"} <= set(offered)
+
+
 def test_every_call_times_a_whole_epoch_of_steps(monkeypatch):
     training = Training(np.zeros((48, 8, 8, 3), np.uint8), tiny(backbone=TinyBackbone(3)), lambda x: x, CPU)
     steps: list[int] = []

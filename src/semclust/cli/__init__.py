@@ -32,7 +32,7 @@ from semclust.cli.fit import Fit
 from semclust.cli.output import Export, Report
 from semclust.cli.predict import Predict
 from semclust.cli.regroup import Merge, Reduce, Rename, Undo
-from semclust.cli.speed import BenchSpeed
+from semclust.cli.speed import BenchSpeed, SpeedSettings
 from semclust.config import Settings, preset
 from semclust.errors import InputError, SemclustError
 
@@ -114,7 +114,8 @@ def parse(argv: list[str], start_from: str | None = None) -> AnyCommand:
         if {"--epochs", "--minutes"} <= set(words):
             raise InputError("--epochs and --minutes: expected one of them; minutes decide on the number of epochs.")
         needs_k = argv[0] == "fit" and "--resume" not in words
-        settings = FitSettings() if needs_k else FitSettings(n_clusters=Settings.n_clusters)
+        kind: type[Any] = SpeedSettings if argv[0] == "bench" and bench is BenchSpeed else FitSettings
+        settings = kind() if needs_k else kind(n_clusters=Settings.n_clusters)
         named = [name for name in get_args(Preset) if ("--preset", name) in itertools.pairwise(words)]
         for name in [start_from] if start_from else named:
             settings = dataclasses.replace(settings, **preset(name))

@@ -16,6 +16,14 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+@dataclass(kw_only=True)
+class SpeedSettings(FitSettings):
+    """Every setting of the method, but for how long to fit: that is --epochs-timed here."""
+
+    epochs: tyro.conf.Suppress[tyro.conf.Fixed[int]] = Settings.epochs
+    minutes: tyro.conf.Suppress[tyro.conf.Fixed[float | None]] = None
+
+
 @dataclass
 class BenchSpeed:
     """Measure on this machine: how fast training runs, beside a plain training script in the same run."""
@@ -38,7 +46,7 @@ class BenchSpeed:
     epochs; paper: as published."""
     out: Annotated[Path | None, arg(metavar="JSON")] = None
     """File for the figures; one that exists is never overwritten. By default bench-speed.json, here, or -2, ..."""
-    settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
+    settings: OmitArgPrefixes[SpeedSettings] = dataclasses.field(default_factory=SpeedSettings)
 
 
 def run(command: BenchSpeed, console: "Console") -> None:
