@@ -116,7 +116,7 @@ def test_skipped_files_are_listed_beside_the_table(predictor, here, monkeypatch)
 
 def test_what_was_read_before_an_error_is_kept(predictor, here, monkeypatch):
     streaming(monkeypatch, 4, 4, failure=InputError("9 of 17 image files cannot be read."))
-    with pytest.raises(InputError, match=r"9 of 17 .*The 8 images that could be read are in stream-clusters\.csv"):
+    with pytest.raises(InputError, match=r"9 of 17 .*What could be read, 8 images, is in stream-clusters\.csv"):
         assign(predictor, "x", CPU, embeddings=True, into=Path("sorted"))
     assert len(read_assignments(here / "stream-clusters.csv")[0]) == 8
     assert len(np.load(here / "stream-clusters-embeddings.npy")) == 8

@@ -260,7 +260,7 @@ def test_a_run_folder_tells_the_epochs_that_the_minutes_gave(clock, fit, capsys)
     assert f"--epochs {n}" in fit_command(config) and "--minutes" not in fit_command(config)
     capsys.readouterr()
     assert fit("--resume", "runs/x") == 0
-    assert f"all {n} epochs of this run are done" in capsys.readouterr().out
+    assert f"this run is done, after {n} epochs" in capsys.readouterr().out
 
 
 def test_a_budget_that_is_refused_leaves_no_run_folder(clock, fit, capsys):

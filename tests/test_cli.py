@@ -173,7 +173,7 @@ def test_a_fit_says_what_it_does(photos, here, capsys):
     assert call("fit", photos, *FAST) == 0
     said = capsys.readouterr()
     assert said.err == ""
-    assert "1 files could not be read and were skipped: " in said.out and "skipped.csv" in said.out
+    assert "skipped 1 file that could not be read: " in said.out and "skipped.csv" in said.out
     assert "20 images of 16 x 16 x 1 into 3 clusters on cpu" in said.out
     lines = said.out.splitlines()
     epochs = [line for line in lines if line.startswith("epoch ")]
@@ -274,7 +274,7 @@ def test_odd_file_names_break_neither_tables_nor_files(here, capsys):
     assert sorted(read_assignments(run / "assignments.csv")[0]) == sorted(ODD_NAMES)
     assert [row["path"] for row in rows(run / "skipped.csv")] == ["[link=x]bad.png"]
     assert call("predict", run, "odd") == 0
-    assert "1 files could not be read and were skipped: odd-clusters-skipped.csv" in capsys.readouterr().out
+    assert "skipped 1 file that could not be read: odd-clusters-skipped.csv" in capsys.readouterr().out
     assert [row["path"] for row in rows(here / "odd-clusters-skipped.csv")] == ["[link=x]bad.png"]
     with open("labels.csv", "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
         csv.writer(file, quoting=csv.QUOTE_ALL).writerows(
@@ -610,7 +610,7 @@ def test_predict_writes_one_row_an_image_and_never_overwrites(finished, photos, 
         assert call("predict", finished, photos) == 0
         said = capsys.readouterr().out
         assert f"20 images assigned; written to {name}" in said
-        assert f"skipped: {name[:-4]}-skipped.csv" in said
+        assert f"could not be read: {name[:-4]}-skipped.csv" in said
         assert [row["path"] for row in rows(here / f"{name[:-4]}-skipped.csv")] == ["a/notes.jpg"]
         assert (here / name).read_bytes() == (finished / "assignments.csv").read_bytes()
     assert call("predict", finished, photos, "--out", "mine.csv") == 0
@@ -923,7 +923,7 @@ def test_what_sorting_could_not_do_is_told(finished, photos, here, monkeypatch, 
 
     monkeypatch.setattr(os, "symlink", fail)
     assert call("predict", finished, photos, "--into", "sorted") == 0
-    assert "20 files were copied, since links cannot be made in sorted" in capsys.readouterr().out
+    assert "copied 20 files, since links cannot be made in sorted" in capsys.readouterr().out
 
 
 def test_predict_writes_parquet_by_the_ending(finished, photos, here, monkeypatch, capsys):
@@ -1063,7 +1063,7 @@ def test_a_resumed_fit_is_shown(terminal, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         fitting.fit(images, settings, Stop(console(False)[0]), run)
-    for words in ("resuming after epoch 2", "all 3 epochs of this run are done"):
+    for words in ("resuming after epoch 2", "this run is done, after 3 epochs"):
         out, text = console(terminal)
         display = Display(out)
         fitting.fit(images, settings, display, run)

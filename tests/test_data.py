@@ -18,7 +18,7 @@ from conftest import refused, save_images
 from semclust import arrays, decoding, workers
 from semclust.data import open_images, stream_images
 from semclust.decoding import SUFFIXES, decode, read_header
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 from semclust.sources import choose_size
 from semclust.truth import read_labels
 
@@ -637,7 +637,7 @@ def test_array_channels_agree_with_pillow():
 
 @pytest.mark.parametrize(("has", "asked"), [(2, 3), (2, 1), (1, 4), (3, 4), (3, 2), (1, 2)])
 def test_array_channels_that_cannot_be_made(has: int, asked: int):
-    refused(noise(3, 20, 20, has), f"{has} channels", f"{asked} channels", channels=asked)
+    refused(noise(3, 20, 20, has), plural(has, "channel"), plural(asked, "channel"), channels=asked)
 
 
 # ---- size ----------------------------------------------------------------------------------------------
@@ -949,5 +949,5 @@ def test_labels_from_folders():
     assert read_labels("folders", ["a/x/1.png", "b/x/2.png", "3.png"]).tolist() == ["a", "b", "."]
     assert read_labels("folders", ["t/a/x/1.png", "t/a/2.png", "t/b/3.png"]).tolist() == ["a", "a", "b"]
     for names in (["dog/2.png", "dog/3.png"], ["0", "1"]):
-        with pytest.raises(InputError, match="all 2 images lie in one folder"):
+        with pytest.raises(InputError, match="2 images, all in one folder"):
             read_labels("folders", names)

@@ -599,7 +599,7 @@ def test_a_run_folder_brings_its_results(tmp_path):
         (grey(), dict(image_size=2), "image_size=2"),
         (grey(), dict(image_size="8"), "image_size='8'"),
         (grey(), dict(device="gpu"), "device='gpu'"),
-        (grey()[:3], dict(n_clusters=2), "3 images are too few"),
+        (grey()[:3], dict(n_clusters=2), "3 images: expected at least 4"),
         (np.full((N, 8, 8), np.nan), {}, "NaN"),
         (np.where(np.eye(8), np.inf, np.zeros((N, 8, 8))), {}, "infinite"),
         (grey().reshape(N, 64), {}, r"shape \(40, 64\).*reshape"),

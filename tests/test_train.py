@@ -938,7 +938,8 @@ def test_a_memory_holds_at_most_half_of_the_images():
 @pytest.mark.parametrize(
     "n, changes, words",
     [
-        (3, dict(n_clusters=2), "3 images are too few"),
+        (3, dict(n_clusters=2), "3 images: expected at least 4"),
+        (1, dict(n_clusters=2), "1 image: expected at least 4"),
         (6, dict(n_clusters=7), "n_clusters=7, but there are only 6 images"),
         (48, dict(n_clusters=1), "n_clusters=1"),
         (48, dict(device="nonsense"), "device='nonsense'"),

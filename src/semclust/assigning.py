@@ -18,7 +18,7 @@ from semclust import metrics
 from semclust.assignments import assignment_rows, assignments_file, csv_bytes
 from semclust.data import Images
 from semclust.distributed import ALONE, Group
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 from semclust.predictor import Predictor
 from semclust.sorting import By, SortedFolder
 from semclust.sources import complain_if_most_are
@@ -119,7 +119,7 @@ def assign(
     done.table, done.embeddings = table.path, vectors.path if embeddings else None
     done.skipped = left_out.path if done.n_skipped else None
     if failures:
-        raise InputError(f"{failures[0]} The {done.n_images:,} images that could be read are in {done.table}.")
+        raise InputError(f"{failures[0]} What could be read, {plural(done.n_images, 'image')}, is in {done.table}.")
     if sum(map(len, labels)) == done.n_images:  # figures over some of the images would mislead
         done.figures = metrics.evaluate(np.concatenate(clusters), np.concatenate(labels))
     return done

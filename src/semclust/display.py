@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from semclust.errors import plural
 from semclust.fitting import Watcher
 from semclust.groups import Groups
 from semclust.metrics import in_words
@@ -38,7 +39,7 @@ class Display(Watcher):
         if training.device.type != "cpu":
             self.console.print(f"{training.images}, {training.engine}")
         if training.epoch == settings.epochs:
-            self.console.print(f"all {settings.epochs} epochs of this run are done")
+            self.console.print(f"this run is done, after {plural(settings.epochs, 'epoch')}")
         elif training.epoch or training.step:
             within = f" and {training.step} of {len(training.losses)} steps" if training.step else ""
             self.console.print(f"resuming after epoch {training.epoch}{within}")
@@ -104,10 +105,6 @@ def figures(row: dict[str, Any]) -> str:
     )
 
 
-def plural(number: int, word: str) -> str:
-    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
@@ -115,7 +112,9 @@ def clock(seconds: float) -> str:
 
 def show_clusters(console: Console, summary: dict[str, Any], names: list[str], labels: Any, confidence: Any) -> None:
     """The table of clusters, with the names of the most certain images, and the figures below it."""
-    table = Table(title=f"{summary['n_images']:,} images in {len(summary['clusters'])} clusters", title_justify="left")
+    table = Table(
+        title=f"{summary['n_images']:,} images in {plural(len(summary['clusters']), 'cluster')}", title_justify="left"
+    )
     for title in ("cluster", "images", "share", "confidence"):
         table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
     table.add_column("most certain images", overflow="ellipsis", no_wrap=True, ratio=1)
@@ -138,7 +137,7 @@ def show_clusters(console: Console, summary: dict[str, Any], names: list[str], l
 
 def show_groups(console: Console, groups: Groups, sizes: Any) -> None:
     """The clusters that remain, with their names and sizes (by id)."""
-    table = Table(title=f"{sizes.sum():,} images in {len(groups.ids)} clusters", title_justify="left")
+    table = Table(title=f"{plural(sizes.sum(), 'image')} in {plural(len(groups.ids), 'cluster')}", title_justify="left")
     for title in ("cluster", "images", "share"):
         table.add_column(title, justify="right", no_wrap=True, min_width=len(title))
     table.add_column("name", overflow="ellipsis", no_wrap=True, ratio=1)

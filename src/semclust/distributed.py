@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from semclust.devices import choose_device
-from semclust.errors import GroupError, InputError, SemclustError, in_short
+from semclust.errors import GroupError, InputError, SemclustError, in_short, plural
 
 # Decoding the images or a partition of many may take one rank hours while the others wait. That a rank has died is
 # noticed by torchrun, which ends or restarts the group, and not by the clock.
@@ -70,8 +70,8 @@ class Group:
         n_gpus = torch.cuda.device_count()
         if self.local_size > n_gpus:
             raise InputError(
-                f"{self.local_size} processes on {socket.gethostname()}, which has {n_gpus} GPU(s): start at most one "
-                "for each (torchrun --nproc-per-node gpu), or say --device cpu."
+                f"{self.local_size} processes on {socket.gethostname()}, which has {plural(n_gpus, 'GPU')}: start at "
+                "most one for each (torchrun --nproc-per-node gpu), or say --device cpu."
             )
         own = torch.device("cuda", self.local_rank)
         torch.cuda.set_device(own)

@@ -33,6 +33,10 @@ class StoppedError(SemclustError):
         self.status = status
 
 
+def plural(number: int, word: str) -> str:
+    return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
+
+
 def in_short(error: Exception) -> str:
     """What another library says went wrong, in a few words on one line."""
     text = " ".join((getattr(error, "strerror", None) or str(error)).split())[:120]

@@ -18,7 +18,7 @@ from semclust.config import Settings, check, values
 from semclust.data import Images, open_images
 from semclust.devices import choose_device
 from semclust.display import Display, printable
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 from semclust.groups import Groups
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder, model_folder
@@ -164,7 +164,7 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
         for message in fitted.warnings:
             warnings.warn(message, stacklevel=3)
         if images.skipped:
-            warnings.warn(f"{len(images.skipped)} files could not be read: see skipped_.", stacklevel=3)
+            warnings.warn(f"{plural(len(images.skipped), 'file')} could not be read: see skipped_.", stacklevel=3)
         return self._follow()
 
     def _apply(self, X: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -22,7 +22,7 @@ from semclust.config import Settings, check
 from semclust.data import Images
 from semclust.devices import choose_device
 from semclust.distributed import ALONE, Group
-from semclust.errors import DamagedFileError, InputError, NotFiniteError, StoppedError, TrainingError, in_short
+from semclust.errors import DamagedFileError, InputError, NotFiniteError, StoppedError, TrainingError, in_short, plural
 from semclust.predictor import BATCH, Predictor
 from semclust.run_folder import RunFolder, metrics_csv
 from semclust.signals import StopSignals
@@ -258,7 +258,7 @@ class Fitting:
         self.history = run.read_metrics()
         if len(self.history) != epoch:
             raise DamagedFileError(
-                f"{run.metrics} holds {len(self.history)} epochs, but {path} {epoch}. "
+                f"{run.metrics} holds {plural(len(self.history), 'epoch')}, but {path} {epoch}. "
                 "Restore metrics.csv from a copy, or fit anew."
             )
         if self.training.rate_factor < 1:
@@ -277,7 +277,8 @@ class Fitting:
         """Write a last checkpoint, and tell so."""
         assert self.writer is not None
         training = self.training
-        where = f"after {training.epoch} epochs" + (f" and {training.step} steps" if training.step else "")
+        within = f" and {plural(training.step, 'step')}" if training.step else ""
+        where = f"after {plural(training.epoch, 'epoch')}{within}"
         told = f"Stopped by {received.name} {where}"
         here = (training.epoch, training.step)
         if self.kept != here:
@@ -376,7 +377,7 @@ def check_suits(images: Images, settings: Settings, group: Group = ALONE) -> Non
         raise InputError(f"minutes={settings.minutes} with {group}: expected one process, or a number of epochs.")
     n, C = len(images.pixels), settings.n_clusters
     if n < 4:
-        raise InputError(f"{n} images are too few; expected at least 4, and a few hundred to learn anything.")
+        raise InputError(f"{plural(n, 'image')}: expected at least 4, and a few hundred to learn anything.")
     if n < C:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
     check_shares(settings, n, group)

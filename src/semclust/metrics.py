@@ -11,6 +11,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from semclust.config import Settings
+from semclust.errors import plural
 
 FIGURES = ("acc", "nmi", "ari")
 COLLAPSED_SPREAD = 0.05
@@ -101,9 +102,9 @@ def complaints(row: dict[str, Any], settings: Settings) -> dict[str, str]:
         )
     if row.get("skipped_steps"):
         found["skipped steps"] = (
-            f"The loss or gradient of {row['skipped_steps']} steps of epoch {row['epoch']} was not finite; they were "
-            "skipped. metrics.csv counts such steps (skipped_steps). Should there be many, try a learning_rate of "
-            f"{settings.learning_rate / 3:.2g} (now {settings.learning_rate})."
+            f"The loss or gradient was not finite in {plural(row['skipped_steps'], 'step')} of epoch {row['epoch']}, "
+            "which changed nothing. metrics.csv counts what is skipped (skipped_steps). Should there be many, try a "
+            f"learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})."
         )
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.epochs and empty:

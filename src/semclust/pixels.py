@@ -19,7 +19,7 @@ from semclust.arrays import (
     scale,
     with_channels,
 )
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 from semclust.sources import AskedSize, Block, Shape, Source, Spans, choose_size
 from semclust.truth import check_labels
 
@@ -43,7 +43,8 @@ def array_source(
     def shape(size: AskedSize, channels: int | None) -> Shape:
         channels = channels or c
         if (c, channels) not in {(c, c), (1, 3), (3, 1), (4, 3), (4, 1)}:
-            raise InputError(f"Images of {c} channels cannot be turned into {channels}; hand over {channels} channels.")
+            wanted = plural(channels, "channel")
+            raise InputError(f"Images of {plural(c, 'channel')} cannot be turned into {channels}; hand over {wanted}.")
         return (*choose_size([(H, W)], size), channels)
 
     def blocks(shape: Shape, spans: Spans) -> Iterator[Block]:

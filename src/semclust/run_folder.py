@@ -30,7 +30,7 @@ from torch import Tensor
 from semclust import __version__
 from semclust.arrays import chunks, numpy_file
 from semclust.assignments import assignments_file, csv_bytes, read_assignments, write_assignments
-from semclust.errors import DamagedFileError, InputError
+from semclust.errors import DamagedFileError, InputError, plural
 from semclust.groups import FILE, Groups
 from semclust.storage import PART, WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
 
@@ -316,7 +316,7 @@ class RunFolder:
             raise DamagedFileError(f"{path} is damaged. {again} again.") from error
         if len(array) != n_images:
             raise DamagedFileError(
-                f"{path} has the shape {array.shape}, but assignments.csv {n_images} rows. {again} again."
+                f"{path} has the shape {array.shape}, but assignments.csv {plural(n_images, 'row')}. {again} again."
             )
         return array
 

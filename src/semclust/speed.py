@@ -22,7 +22,7 @@ from semclust.augment import choose_augmentation
 from semclust.config import Settings
 from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
 from semclust.train import Training
 
@@ -51,8 +51,8 @@ def measure_speed(
     batch = settings.batch_size or 32
     if n_images < FEWEST_STEPS * batch or size < 4 or epochs < 1:
         raise InputError(
-            f"{n_images} images of {size} px, {epochs} epochs: expected at least {FEWEST_STEPS * batch} images "
-            f"({FEWEST_STEPS} batches), 4 px and 1 epoch."
+            f"{plural(n_images, 'image')} of {size} px, {plural(epochs, 'epoch')}: expected at least "
+            f"{FEWEST_STEPS * batch} images ({FEWEST_STEPS} batches), 4 px and 1 epoch."
         )
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
     augmentation = choose_augmentation(settings.augment, channels, settings.crop_size)

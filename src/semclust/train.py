@@ -31,7 +31,7 @@ from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
 from semclust.distributed import ALONE, Group, checksum, synchronise_batch_norm
 from semclust.engine import Engine, fast_kernels
-from semclust.errors import DamagedFileError, InputError, NotFiniteError
+from semclust.errors import DamagedFileError, InputError, NotFiniteError, plural
 from semclust.loader import choose_loader
 from semclust.model import ClusterTask, TaskPlan, build_encoder, channels_last, classifier_input, follow, momentum_twin
 from semclust.partition import k_means, spectral_partition
@@ -704,11 +704,10 @@ class Training:
                 if self.inference_batch == 1:
                     raise
             self.inference_batch //= 2
+            images = plural(self.inference_batch, "image")
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-            self.on_notice(
-                f"The device is out of memory: labels are now renewed by batches of {self.inference_batch} images."
-            )
+            self.on_notice(f"The device is out of memory: labels are now renewed by batches of {images}.")
 
     def _features(self, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.learner.encoder.eval().folded() or self._encode

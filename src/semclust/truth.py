@@ -8,7 +8,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from semclust.arrays import numpy_file, unpacked
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 
 LABEL_ARRAYS = ("labels", "y")  # in a .npz
 WHOLE_NUMBER = re.compile(r"0|-?[1-9][0-9]{0,17}")  # 01 and 1 stay two labels
@@ -29,7 +29,7 @@ def read_labels(source: str | Path, names: list[str]) -> np.ndarray:
         if len(set(classes)) > 1:
             return np.array(classes)
         raise InputError(
-            f'labels "folders": all {len(names)} images lie in one folder; expected one for each class. '
+            f'labels "folders": {plural(len(names), "image")}, all in one folder; expected one for each class. '
             "Use a CSV file with the columns path and label."
         )
     path = Path(source)

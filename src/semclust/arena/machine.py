@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from semclust import __version__
-from semclust.display import plural
+from semclust.errors import plural
 from semclust.speed import peak_memory
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")  # on Linux

@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from semclust.arena.runs import EPOCHS
-from semclust.display import plural
+from semclust.errors import plural
 from semclust.metrics import FIGURES
 
 TITLES = {

@@ -51,7 +51,7 @@ def run(command: BenchData, settings_of: Callable[[str], FitSettings], k_given: 
     """``settings_of``: a preset with the flags of the command over it. ``k_given``: whether -k is among them."""
     from semclust.arena import tables
     from semclust.arena.runs import carry_out
-    from semclust.display import plural
+    from semclust.errors import plural
     from semclust.run_folder import fingerprint
 
     if command.seeds < 1:

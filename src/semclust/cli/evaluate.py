@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import tyro
 from tyro.conf import arg
 
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,7 +74,7 @@ def labels_of(run: "RunFolder", names: list[str]) -> "np.ndarray":
         labels = labels[[rows[name] for name in names if name in rows]]
     if len(labels) != len(names):
         raise InputError(
-            f"{data!r} holds {len(labels)} labels, but the run has {len(names)} images: it has changed since. "
-            "Restore it, or say --labels labels.csv."
+            f"{data!r} holds {plural(len(labels), 'label')}, but the run has {plural(len(names), 'image')}: it has "
+            "changed since. Restore it, or say --labels labels.csv."
         )
     return labels

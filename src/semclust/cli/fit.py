@@ -12,7 +12,7 @@ from tyro.conf import OmitArgPrefixes, arg
 
 from semclust.cli.common import INTERRUPTED, FitSettings, Preset, absolute, end, own_name, reading
 from semclust.config import Settings, check, from_json, to_json, values
-from semclust.errors import GroupError, InputError, StoppedError, TrainingError
+from semclust.errors import GroupError, InputError, StoppedError, TrainingError, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -73,7 +73,7 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
     if plan.run is None and run.checkpoint.exists():
         console.print(f"going on with {printable(str(run.path))}, which this job began", markup=False)
     if images.skipped:
-        told = f"{len(images.skipped)} files could not be read and were skipped: {run.path / 'skipped.csv'}"
+        told = f"skipped {plural(len(images.skipped), 'file')} that could not be read: {run.path / 'skipped.csv'}"
         console.print(printable(told), style="yellow", markup=False, highlight=False)
 
     machines = f"--nproc-per-node {group.size}" if group.size == group.local_size else "..."

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import arg
 
-from semclust.errors import InputError
+from semclust.errors import InputError, plural
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,7 +62,7 @@ def export(command: Export, console: "Console") -> None:
         if not is_parquet(out):
             raise InputError(f"--out {str(out)!r}: expected a name that ends in .parquet.")
         sizes = run.write_tables([out], Groups.read(run.model))
-        said = f"{sizes.sum():,} rows written to {out}"
+        said = f"{plural(sizes.sum(), 'row')} written to {out}"
     console.print(printable(said), markup=False, highlight=False, soft_wrap=True)
 
 

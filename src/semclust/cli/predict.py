@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import tyro
 from tyro.conf import arg
 
+from semclust.errors import plural
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -40,7 +42,7 @@ def run(command: Predict, console: "Console", group: "Group") -> None:
     from semclust import metrics
     from semclust.assigning import FEW, assign
     from semclust.assignments import is_parquet, need_parquet
-    from semclust.display import plural, printable
+    from semclust.display import printable
     from semclust.predictor import Predictor
     from semclust.run_folder import model_folder
     from semclust.sorting import check_folder
@@ -76,7 +78,7 @@ def run(command: Predict, console: "Console", group: "Group") -> None:
     if not group.first:
         return
     if done.n_skipped:
-        say(f"{done.n_skipped:,} files could not be read and were skipped: {done.skipped}", "yellow")
+        say(f"skipped {plural(done.n_skipped, 'file')} that could not be read: {done.skipped}", "yellow")
     if done.figures:
         console.print(metrics.in_words(done.figures))
     if done.n_images <= FEW:
@@ -84,7 +86,8 @@ def run(command: Predict, console: "Console", group: "Group") -> None:
             say(f"{name}: cluster {predictor.groups.title(cluster)}, confidence {confidence}")
     if folder := done.sorted_folder:
         if folder.copied_instead:
-            say(f"{folder.copied_instead:,} files were copied, since links cannot be made in {folder.path}", "yellow")
+            copied = plural(folder.copied_instead, "file")
+            say(f"copied {copied}, since links cannot be made in {folder.path}", "yellow")
         for name, reason in folder.failed[:FEW]:
             say(f"not in {folder.path}: {name}: {reason}", "yellow")
         sorted_images = done.n_images - len(folder.failed)

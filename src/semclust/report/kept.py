@@ -18,7 +18,7 @@ import torch
 from semclust.config import Settings, is_own_code
 from semclust.data import Images
 from semclust.devices import choose_device, own_random_numbers
-from semclust.errors import DamagedFileError, InputError
+from semclust.errors import DamagedFileError, InputError, plural
 from semclust.report.pictures import Sheets, make_sheets
 from semclust.report.places import places
 from semclust.run_folder import RunFolder
@@ -213,5 +213,5 @@ def read_kept(path: Path, n_images: int) -> Kept:
         raise DamagedFileError(f"{path} is damaged ({error!r}). {next_step}") from error
     rows = np.concatenate([kept.pictured, kept.mapped])
     if (len(rows) and rows.max() >= n_images) or (kept.labels is not None and len(kept.labels) != n_images):
-        raise DamagedFileError(f"{path} does not belong to the {n_images} rows of assignments.csv. {next_step}")
+        raise DamagedFileError(f"{path} does not belong to assignments.csv with {plural(n_images, 'row')}. {next_step}")
     return kept
