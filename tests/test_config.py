@@ -53,7 +53,9 @@ NAMES = [
     "over_from",
     "over_by",
     "cluster_from",
-    "guided_until",
+    "cluster_rate",
+    "neighbours",
+    "balance",
     "assign_by",
     "attraction",
     "cross_cluster",
@@ -113,7 +115,9 @@ BAD = [
     *[("over_from", value) for value in (-0.1, 1.1)],
     *[("over_by", value) for value in ("kmeans", None, True)],
     *[("cluster_from", value) for value in (-0.1, 1.1, math.nan)],
-    *[("guided_until", value) for value in (-0.1, 1.1, "end")],
+    *[("cluster_rate", value) for value in (-0.1, 1.5, "low")],
+    *[("neighbours", value) for value in (-1, 0.5, "all")],
+    *[("balance", value) for value in (-1, math.nan, "even")],
     *[("assign_by", value) for value in ("value", None)],
     *[("attraction", value) for value in (-0.5, math.nan)],
     *[("cross_cluster", value) for value in (1, "False", None)],
@@ -190,7 +194,7 @@ def test_both_ends_of_a_range_are_allowed_and_no_more(f):
     low, high = f.metadata.get("low"), f.metadata.get("high")
     for end, beyond in ((low, -1), (high, 1)):
         if end is not None:
-            check(Settings(**{f.name: end}))
+            check(Settings(**{"neighbours": 0, f.name: end}))  # which go with every start of the clusters
             with pytest.raises(InputError, match=f"^{f.name}="):
                 check(Settings(**{f.name: end + beyond}))
 
@@ -291,7 +295,7 @@ def test_paper_preset_holds_the_values_of_the_paper():
         "assign_by": "query",
     }
     assert {name: chosen.get(name) for name in stated} == stated
-    additions = ("warmup_epochs", "cluster_from", "guided_until", "attraction", "projection_norm")
+    additions = ("warmup_epochs", "cluster_from", "neighbours", "attraction", "projection_norm")
     assert {name: chosen.get(name) for name in additions} == dict.fromkeys(additions, 0)
     whole = Settings(**chosen)
     check(whole)
@@ -313,3 +317,10 @@ def test_quick_and_best_differ_from_the_default_in_how_long_they_take_alone():
 def test_an_unknown_preset_is_refused_with_those_there_are(name):
     with pytest.raises(InputError, match=rf"no preset '{name}'.*quick, default, best, paper"):
         preset(name)
+
+
+def test_neighbours_need_features_to_be_found_by():
+    with pytest.raises(InputError, match="neighbours=20 with cluster_from=0: expected neighbours=0"):
+        check(Settings(cluster_from=0.0))
+    check(Settings(cluster_from=0.0, neighbours=0))
+    check(Settings(cluster_from=0.0, tasks=("instance",)))

@@ -116,7 +116,9 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch):
 EARLY = dict(cluster_from=0.3, over_from=0.2)
 CASES = {
     "default": {},
-    "paper": dict(cluster_from=0, tasks=("cluster", "under", "instance"), attraction=0, assign_by="query"),
+    "paper": dict(
+        cluster_from=0, neighbours=0, tasks=("cluster", "under", "instance"), attraction=0, assign_by="query"
+    ),
     "symmetric": dict(symmetric=True, **EARLY),
     "simclr": dict(contrast="simclr", **EARLY),
     "instance-memory": dict(contrast="instance-memory", symmetric=True, **EARLY),

@@ -7,30 +7,31 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
 import naive
 from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
-from semclust import fitting
+from semclust import core, fitting, train
 from semclust.augment import choose_augmentation
 from semclust.config import Settings, preset
 from semclust.devices import choose_device
 from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
+from semclust.partition import centred, spectral_partition
 from semclust.run_folder import RunFolder
 from semclust.storage import on_host
 from semclust.train import (
     MOMENTUM,
-    PARTITION_EVERY,
     STEPS_AN_EPOCH,
     Training,
     plan_tasks,
 )
 
 CONTRASTS = ("moco", "simclr", "instance-memory")
-FROM_THE_START = dict(over_from=0.0, cluster_from=0.0, guided_until=0.0)
-LATE = dict(over_from=0.25, cluster_from=0.65, guided_until=0.9)
+FROM_THE_START = dict(over_from=0.0, cluster_from=0.0, neighbours=0)
+LATE = dict(over_from=0.25, cluster_from=0.65)
 
 
 def weights(fitted: fitting.Fitted) -> dict[str, torch.Tensor]:
@@ -95,7 +96,7 @@ def test_three_colours_are_three_clusters(backbone):
 
 
 def test_an_epoch_visits_every_image_in_batches_of_one_size():
-    training = started(50, batch_size=16)
+    training = started(50, batch_size=16, neighbours=0)
     batches: list[list[int]] = []
     step = training._step
 
@@ -116,15 +117,21 @@ def test_an_epoch_visits_every_image_in_batches_of_one_size():
     assert counts == [12, 13, 12, 13, 0] * 2  # what is told adds up to the images there are
 
 
+@pytest.mark.parametrize("begins", [0, 6, 8])
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_the_learning_rate_rises_and_falls_to_zero(warmup):
-    training = started(epochs=8, warmup_epochs=warmup, learning_rate=0.5)
+def test_the_learning_rate_rises_and_falls_to_zero_and_once_more_with_the_clusters(warmup, begins):
+    neighbours = dict(neighbours=0) if begins == 0 else {}
+    training = started(
+        epochs=8, warmup_epochs=warmup, learning_rate=0.5, cluster_from=begins / 8, cluster_rate=0.4, **neighbours
+    )
     rates = [training.learning_rate(step / 10) for step in range(81)]
-    for step, rate in enumerate(rates):
+    for step, rate in enumerate(rates[:-1]):
         epoch = step / 10
-        cosine = 0.25 * (1 + math.cos(math.pi * epoch / 8))
+        first = 0.25 * (1 + math.cos(math.pi * epoch / max(1, begins)))
+        second = 0.4 * 0.25 * (1 + math.cos(math.pi * (epoch - begins) / max(1, 8 - begins)))
+        cosine = first if epoch < begins else second
         assert rate == pytest.approx(cosine if epoch >= warmup else cosine * (epoch + 0.01) / warmup)
-    assert rates[-1] == pytest.approx(0)
+    assert rates[79] < 2e-3
     row, _ = training.run_epoch()
     assert row["learning_rate"] == training.learning_rate(2 / 3)
     assert training.optimiser.param_groups[0]["lr"].item() == pytest.approx(row["learning_rate"])
@@ -254,8 +261,8 @@ def unbroken(folder: Path, images, settings: Settings) -> RunFolder:
 def test_a_run_interrupted_in_every_phase_ends_in_the_same_bytes(tmp_path, monkeypatch, contrast):
     images, settings = make_images(48, labels=np.arange(48) % 4), tiny(contrast=contrast, epochs=20)
     plans = plan_tasks(settings, 48)
-    over, cluster, alone = plans["over"].begins, plans["cluster"].begins, plans["cluster"].guided_until
-    assert over > 1 and cluster > over + 2 and cluster + PARTITION_EVERY < alone < 20
+    over, cluster = plans["over"].begins, plans["cluster"].begins
+    assert over > 1 and cluster > over + 2 and cluster + 5 < 20
     expected = unbroken(tmp_path, images, settings)
 
     run = RunFolder.create(tmp_path, "broken")
@@ -264,12 +271,11 @@ def test_a_run_interrupted_in_every_phase_ends_in_the_same_bytes(tmp_path, monke
         StopAtEpoch(1),
         StopAtEpoch(over),  # the first labels of "over"
         StopAtStep(5),  # in the middle of an epoch
-        StopAtEpoch(cluster),  # the first labels of "cluster" and "under"
+        StopAtEpoch(cluster),  # the first labels of "cluster", and the neighbours
         "write_checkpoint",  # between an epoch's row and its checkpoint
         "append_metrics",  # before both
         StopAtStep(4),
-        StopAtEpoch(cluster + PARTITION_EVERY),  # the second partition
-        StopAtEpoch(alone + 1),
+        StopAtEpoch(cluster + 4),
         StopAtEpoch(20),
     ]
     for stop in stops:
@@ -672,13 +678,13 @@ def test_labels_come_from_the_classifier_or_from_the_memory(online):
     differ = False
     for _ in range(2):
         training.run_epoch()
-        _, q = training.features()
+        h, q = training.features()
         for task in training.learner.tasks.values():
             rows = q["shared"].double().tolist()
             by_memory = naive.most_likely(
                 [naive.memory_assignment(q_i, banks_of(task.memory), training.settings.temperature) for q_i in rows]
             )
-            by_classifier = task.classifier(q["shared"]).argmax(1).tolist()
+            by_classifier = task.classifier(F.normalize(h, dim=1)).argmax(1).tolist()
             differ |= by_memory != by_classifier
             assert task.y.tolist() == (by_classifier if online else by_memory)
     assert differ
@@ -721,19 +727,19 @@ def test_over_clusters_are_made_anew_after_every_epoch(monkeypatch):
     seen: list = []
     monkeypatch.setattr("semclust.train.k_means", clusters_of)
     for by, times in (("k-means", 3), ("classifier", 0)):
-        training = started(epochs=4, over_from=0.25, cluster_from=0.75, over_by=by)
+        training = started(epochs=8, over_from=0.125, cluster_from=0.625, over_by=by)
         seen.clear()
-        for _ in range(4):
+        for _ in range(8):
             training.run_epoch()
         assert len(seen) == times  # not at its start, which is a spectral partition
         for n_clusters, restarts, lengths in seen:
             assert n_clusters == training.learner.tasks["over"].n_clusters and restarts == 1
             assert_close(lengths, torch.ones_like(lengths))
-        assert training.keeps_pooled == (by == "k-means")
 
 
 def test_tasks_join_in_their_turn():
-    """Instance contrast first; then "over"; then "cluster" and "under", whose labels a partition gives."""
+    """Instance contrast first; then "over"; then, in its place, "cluster" and "under", whose labels a partition
+    gives."""
     training = started(epochs=20, **LATE)
     tasks = training.learner.tasks
     assert {name: task.n_clusters for name, task in tasks.items()} == {"cluster": 4, "under": 2, "over": 6}
@@ -744,13 +750,13 @@ def test_tasks_join_in_their_turn():
         rows.append(training.run_epoch()[0])
         for name, task in tasks.items():
             y, keys = before[name]
-            assert torch.equal(keys, task.memory.keys) == (epoch + 1 < begins[name])
-            if epoch + 1 < begins[name]:
+            rests = epoch + 1 < begins[name] or (name == "over" and epoch >= begins["cluster"])
+            assert torch.equal(keys, task.memory.keys) == rests
+            if rests:
                 assert torch.equal(y, task.y)
             elif epoch + 1 == begins[name]:
                 # The partition starts classifier and memory: they agree with it on most images.
-                _, q = training.features()
-                agree = task.classifier(q["shared"]).argmax(1) == task.y
+                agree = task.classifier(F.normalize(training.features()[0], dim=1)).argmax(1) == task.y
                 assert agree.float().mean() > 0.7
     assert all(math.isnan(row["score"]) == (row["epoch"] < 13) for row in rows)
     assert [row["clusters"] for row in rows[4:12]] == [6] * 8  # "over" is what there is to tell of
@@ -759,26 +765,90 @@ def test_tasks_join_in_their_turn():
     assert all((row["loss_cd"] > 0) == (row["epoch"] > 5) for row in rows)
 
 
-def test_the_partition_is_repeated_every_fourth_epoch_until_guidance_ends(monkeypatch):
-    from semclust import train
-
-    training = started(epochs=20, cluster_from=0.25, guided_until=0.65, tasks=("cluster", "instance"))
+def test_clusters_start_from_a_partition_of_the_pooled_features_and_go_on_by_themselves(monkeypatch):
+    training = started(epochs=8, cluster_from=0.25, tasks=("cluster", "instance"))
     when = []
-    partition = train.spectral_partition
-    monkeypatch.setattr(train, "spectral_partition", lambda *args: (when.append(training.epoch), partition(*args))[1])
-    for _ in range(20):
+
+    def partition(x, n_clusters, tau):
+        assert torch.equal(x, centred(training.features()[0]))
+        when.append(training.epoch)
+        return spectral_partition(x, n_clusters, tau)
+
+    monkeypatch.setattr(train, "spectral_partition", partition)
+    for _ in range(8):
         training.run_epoch()
-    assert when == [5, 9]  # 13 is no longer guided
+    assert when == [2]
+
+
+# ---- pairs of neighbours -----------------------------------------------------------------------------
+
+
+def test_images_come_in_pairs_of_neighbours_once_clusters_are_learned():
+    training = started(50, epochs=4, cluster_from=0.5, neighbours=3, batch_size=11)
+    training.run_epoch()
+    assert sorted(set(training._order().flatten().tolist())) == list(range(50))
+    training.run_epoch()
+    h = centred(training.features()[0])
+    near = (h @ h.T).fill_diagonal_(-1).topk(3, dim=1).indices
+    assert torch.equal(training.learner.neighbours.sort(1).values, near.sort(1).values.int())
+    order = training._order()
+    assert order.shape == (5, 10)  # whole pairs alone
+    image, neighbour = order.unflatten(1, (-1, 2)).unbind(2)
+    assert len(image.unique()) == 25 or len(image.unique()) == 24  # the last batch is filled by the first images
+    assert (near[image] == neighbour[..., None]).any(2).all()
+    kept = training.learner.neighbours.clone()
+    training.run_epoch()
+    assert torch.equal(training.learner.neighbours, kept)  # as they were when the clusters started
+
+
+def test_the_classifier_learns_from_pairs_with_a_gradient_to_the_encoder():
+    """L_CD of a batch against the formulas, and that it reaches the weights below the classifier."""
+    training = started(48, epochs=4, cluster_from=0.25, neighbours=3, balance=2.0, over_from=0.25)
+    training.run_epoch()
+    index, x = training._order()[0], torch.rand(16, 1, 8, 8)
+    task = training.learner.tasks["cluster"]
+    h, q = training.learner.encoder(x)
+    k = {name: F.normalize(torch.rand_like(each), dim=1) for name, each in q.items()}
+    _, _, l_cd = training._sample_losses(("cluster", "over"), index, h, q, k)
+    p = task.classifier(F.normalize(h, dim=1)).softmax(1)
+    memory = core.memory_assignment(core.bank_similarity(k["shared"], task.memory.keys, 0.2))
+    mean = p.mean(0)
+    expected = -(memory * p.log()).sum(1).mean()
+    expected = expected - sum((p[i] @ p[i + 1]).log() for i in range(0, 16, 2)) / 8
+    expected = expected + 2.0 * (math.log(4) + (mean * mean.log()).sum())
+    torch.testing.assert_close(l_cd[1].sum(), expected)
+    found, wanted = (torch.autograd.grad(loss, h, retain_graph=True)[0] for loss in (l_cd[1].sum(), expected))
+    torch.testing.assert_close(found, wanted)
+    assert not torch.autograd.grad(l_cd[2].sum(), h)[0].any()  # fine clusters have no pairs
+
+
+@pytest.mark.parametrize("parts", [2, 3, 4])
+def test_parts_of_a_step_keep_pairs_together(monkeypatch, parts):
+    training = started(48, epochs=4, cluster_from=0.25, neighbours=3)
+    training.run_epoch()
+    order, seen = training._order()[0], []
+    add_gradient = training._add_gradient
+
+    def watch(active, query, key, index, *rest):
+        seen.append(index)
+        return add_gradient(active, query, key, index, *rest)
+
+    monkeypatch.setattr(training, "_add_gradient", watch)
+    training.parts = parts
+    training._begin_steps()
+    training._step(next(iter(training.images.batches([order]))), order, 0.1)
+    assert len(seen) == parts and all(len(index) % 2 == 0 for index in seen)
+    assert torch.equal(torch.cat(seen), order)
 
 
 def test_instance_contrast_alone_gives_the_k_means_of_its_features():
     training = started(96, epochs=3, tasks=("instance",))
     for _ in range(3):
         row, _ = training.run_epoch()
-    q = training.features()[1]["shared"]
+    h = F.normalize(training.features()[0], dim=1)
     y = training.learner.tasks["cluster"].y
-    mean = torch.stack([q[y == j].mean(0) for j in range(4)])
-    nearest = torch.cdist(q, mean).argmin(1)
+    mean = torch.stack([h[y == j].mean(0) for j in range(4)])
+    nearest = torch.cdist(h, mean).argmin(1)
     assert torch.equal(nearest, y)
     assert row["loss_cd"] == 0 and not math.isnan(row["score"])
 
@@ -819,7 +889,10 @@ def test_instance_contrast_alone_gives_the_k_means_of_its_features():
         dict(over_factor=2, over_from=0.5),
         dict(momentum=0.0),
         dict(momentum=1.0),
-        dict(cluster_from=1.0, over_from=1.0, guided_until=1.0),
+        dict(cluster_from=1.0, over_from=1.0),
+        dict(neighbours=0),
+        dict(neighbours=1000),
+        dict(balance=0.0),
         dict(preset("paper"), epochs=2, batch_size=16, width=2, backbone="resnet18"),
     ],
     ids=lambda changes: " ".join(f"{k}={v}" for k, v in changes.items() if not isinstance(v, nn.Module))[:60],
@@ -847,9 +920,9 @@ def test_two_epochs_with_each_setting(changes):
 def test_the_paper_needs_images_with_colour_and_gets_its_own_settings():
     settings = Settings(**preset("paper"), n_clusters=4)
     plans = plan_tasks(settings, 1000)
-    assert {name: (plan.n_clusters, plan.begins, plan.guided_until) for name, plan in plans.items()} == {
-        "cluster": (4, 0, 0),
-        "under": (2, 0, 0),
+    assert {name: (plan.n_clusters, plan.begins, plan.ends) for name, plan in plans.items()} == {
+        "cluster": (4, 0, math.inf),
+        "under": (2, 0, math.inf),
     }
 
 
@@ -919,12 +992,14 @@ def test_the_number_of_clusters_of_each_task():
         plans = plan_tasks(Settings(n_clusters=C, **changes), n)
         return {name: plan.n_clusters for name, plan in plans.items()}
 
-    assert n_clusters(10) == {"cluster": 10, "under": 5, "over": 40}
-    assert n_clusters(5) == {"cluster": 5, "under": 2, "over": 20}
-    assert n_clusters(2) == n_clusters(2, over_factor=4) == {"cluster": 2, "over": 8}  # half of 2 is no clustering
+    both = ("cluster", "under", "over")
+    assert n_clusters(10) == {"cluster": 10, "over": 40}
+    assert n_clusters(10, tasks=both) == {"cluster": 10, "under": 5, "over": 40}
+    assert n_clusters(5, tasks=both) == {"cluster": 5, "under": 2, "over": 20}
+    assert n_clusters(2, tasks=both) == {"cluster": 2, "over": 8}  # half of 2 is no clustering
     assert n_clusters(3, over_factor=2) == {"cluster": 3, "over": 6}
-    assert n_clusters(10, n=200) == {"cluster": 10, "under": 5, "over": 25}
-    assert n_clusters(10, n=80) == {"cluster": 10, "under": 5}
+    assert n_clusters(10, n=200) == {"cluster": 10, "over": 25}
+    assert n_clusters(10, n=80) == {"cluster": 10}
     assert n_clusters(10, tasks=("instance",)) == {"cluster": 10}
 
 

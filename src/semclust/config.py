@@ -45,7 +45,7 @@ class Settings:
     batch_size: int | None = setting(None, low=2)
     """Images a step. None: 256, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
     learning_rate: float = setting(0.06, low=0)
-    """Peak learning rate of SGD; it decays to 0 along a cosine."""
+    """Peak learning rate of SGD; it decays to 0 along a cosine until the clusters start, see also cluster_rate."""
     weight_decay: float = setting(5e-4, low=0)
     """Weight decay of SGD."""
     warmup_epochs: int = setting(3, low=0)
@@ -96,14 +96,15 @@ class Settings:
     """Temperature tau of all similarities."""
     memory_size: int = setting(4096, low=1)
     """Keys K in a contrastive set; at most half the number of images is used."""
-    tasks: tuple[Task, ...] = ("cluster", "under", "over", "instance")
+    tasks: tuple[Task, ...] = ("cluster", "over", "instance")
     """What is learned jointly: C clusters, C/2 clusters, several times C clusters, every image by itself."""
     task_sum: Literal["mean", "sum"] = "mean"
     """How the losses of the tasks are put together."""
-    classifier_input: Literal["projection", "pooled"] = "projection"
+    classifier_input: Literal["projection", "pooled"] = "pooled"
     """What the linear classifier sees: the projection q or the backbone's pooled feature."""
     classifier_trains_encoder: bool = False
-    """Let the gradient of the consistency loss reach the encoder, not the classifier alone."""
+    """Let the gradient of the consistency loss reach the encoder, not the classifier alone. Where pairs of neighbours
+    are learned, it does."""
     min_cluster_size: float = setting(0.16, low=0, high=1)
     """Clusters under this share of the mean size are merged away and the largest split in their
     place. 0 turns this off, for data that is truly imbalanced."""
@@ -118,10 +119,17 @@ class Settings:
     early partition locks itself in; or the task's classifier, as for the other tasks."""
     cluster_from: float = setting(0.65, low=0, high=1)
     """Share of the epochs after which the tasks "cluster" and "under" join. Their labels start from a
-    spectral partition of the features; at 0 they start at random, as in the paper."""
-    guided_until: float = setting(0.9, low=0, high=1)
-    """Share of the epochs until which that partition is repeated every few epochs; then the labels come
-    from the classifier alone."""
+    spectral partition of the pooled features; at 0 they start at random, as in the paper."""
+    cluster_rate: float = setting(0.25, low=0, high=1)
+    """Peak of the learning rate from then on, as a share of learning_rate; it decays to 0 once more. The clusters so
+    start from settled features, which they change only a little."""
+    neighbours: int = setting(20, low=0)
+    """From then on images are learned in pairs: each beside one of so many nearest neighbours (by the pooled features
+    when the clusters start; fewer where clusters are small), on whose cluster the classifier is to agree. 0: no pairs,
+    as in the paper."""
+    balance: float = setting(5.0, low=0)
+    """With neighbours, how much clusters of even sizes matter: without it, all images in one cluster would agree best.
+    Less for data that is truly imbalanced."""
     assign_by: Literal["query", "key"] = "key"
     """Whose distances to the memory the classifier learns from: the paper's query, or the key, which
     is another view: this asks the classifier to agree across views."""
@@ -195,7 +203,7 @@ def from_json(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def check(settings: Settings) -> None:
-    """Raise InputError for the first value that is of the wrong kind or out of range."""
+    """Raise InputError for the first value that is of the wrong kind, out of range or at odds with another."""
     hints = get_type_hints(Settings)
     for f in dataclasses.fields(Settings):
         value, hint = getattr(settings, f.name), hints[f.name]
@@ -229,6 +237,11 @@ def check(settings: Settings) -> None:
             if (low is not None and value < low) or (high is not None and value > high):
                 bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
                 raise InputError(f"{f.name}={value!r}: expected a number {bounds}.")
+    if settings.neighbours and settings.cluster_from == 0 and "cluster" in settings.tasks:
+        raise InputError(
+            f"neighbours={settings.neighbours} with cluster_from=0: expected neighbours=0 there, since no features are "
+            "learned yet by which images could be near, or a later start of the clusters."
+        )
 
 
 def _is_number(value: Any, whole: bool) -> bool:

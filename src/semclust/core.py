@@ -11,6 +11,7 @@ Shapes: n batch, C clusters, m keys in a bank, d dimension of a representation.
 All representations are unit vectors, so an inner product is a cosine.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -138,6 +139,24 @@ def cluster_loss(logits: Tensor, p_memory: Tensor) -> Tensor:
     ``logits`` are W^T q + B; the gradient reaches them only, never p~.
     """
     return -(p_memory.detach() * F.log_softmax(logits, dim=1)).sum(1)
+
+
+def neighbour_loss(p: Tensor) -> Tensor:
+    """-log sum_j p_ij p_i'j for each sample i and its neighbour i': n. Rows 2i and 2i + 1 of p (n x C) are neighbours.
+
+    The chance that both are in one cluster; after Van Gansbeke et al. (2020, "SCAN"). Not in the paper.
+    """
+    one, other = p.unflatten(0, (-1, 2)).unbind(1)
+    return -(one * other).sum(1).clamp(min=1e-8).log().repeat_interleave(2)
+
+
+def imbalance_loss(p: Tensor, mean: Tensor) -> Tensor:
+    """For each sample: n. On average log C - H(mean), 0 for clusters of one size.
+
+    ``mean`` (C) is that of p (n x C) over the whole batch. Its gradient is that of the average, though ``mean`` is
+    taken as fixed: the gradient of sum_j m_j log m_j is (log m_j + 1) / n for each p_ij, and those of a row sum to 1.
+    """
+    return math.log(p.shape[1]) + (p * mean.detach().clamp(min=1e-8).log()).sum(1)
 
 
 def overall_loss(l_id: Tensor, l_cd: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -4,6 +4,7 @@ Shapes: n batch, c channels, H x W pixels, D pooled feature, d representation, N
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -158,7 +159,10 @@ class TaskPlan:
 
     n_clusters: int
     begins: int  # epoch from which it learns; from 0 on, its first labels are random
-    guided_until: int  # epoch from which its labels come from its classifier alone
+    ends: float = math.inf  # epoch from which it learns no more
+
+    def learns_in(self, epoch: int) -> bool:
+        return self.begins <= epoch < self.ends
 
 
 class ClusterTask(nn.Module):

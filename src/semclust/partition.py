@@ -14,6 +14,7 @@ CHUNK = 8192  # images at once, so that memory does not grow with N x p
 DISTANCES_AT_ONCE = 2**23
 CENTRES = 500  # of all restarts of k-means together
 LANDMARKS = 1000
+ROWS, COLUMNS = 1024, 65_536  # of similarities at once, when neighbours are sought
 SAMPLE = 20_000  # images among which landmarks are sought
 
 
@@ -78,6 +79,31 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     vector = torch.linalg.eigh(matrix)[1][:, -n_clusters:].to(x)
     embedding = torch.cat([ties(*chunk_ties) * scale @ vector for chunk_ties in near])
     return k_means(F.normalize(embedding, dim=1), n_clusters)[0]
+
+
+def nearest_neighbours(x: Tensor, k: int) -> Tensor:
+    """Of each unit vector of x (N x d), the k nearest others: N x k."""
+    found = []
+    for first in range(0, len(x), ROWS):
+        rows = x[first : first + ROWS]
+        closest, which = rows.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.long, device=x.device)
+        for start in range(0, len(x), COLUMNS):
+            closeness = rows @ x[start : start + COLUMNS].T
+            number = torch.arange(start, start + closeness.shape[1], device=x.device)
+            itself = number == torch.arange(first, first + len(rows), device=x.device)[:, None]
+            closest = torch.cat([closest, closeness.masked_fill(itself, -torch.inf)], dim=1)
+            which = torch.cat([which, number.expand_as(closeness)], dim=1)
+            closest, best = closest.topk(min(k, closest.shape[1]), dim=1)
+            which = which.gather(1, best)
+        found.append(which)
+    return torch.cat(found)
+
+
+def centred(x: Tensor) -> Tensor:
+    """Directions of the rows of x (N x d) from the mean direction: pooled features, none of which is negative, lie in
+    a narrow cone that hides how they differ."""
+    x = F.normalize(x, dim=1)
+    return F.normalize(x - x.mean(0), dim=1)
 
 
 def nearest(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def measure_speed(
             first_step.append(time.perf_counter() - started)
             tell(f"first step after {first_step[0]:.1f} s")
 
-    # All tasks at work, as in the last phase of a run.
+    # As in the last phase of a run, when the clusters are learned.
     begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs]
     training.epoch = 1 + max(begins, default=0)
     refresh: list[float] = []

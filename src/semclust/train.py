@@ -34,13 +34,12 @@ from semclust.engine import Engine, fast_kernels
 from semclust.errors import DamagedFileError, InputError, NotFiniteError, plural
 from semclust.loader import choose_loader
 from semclust.model import ClusterTask, TaskPlan, build_encoder, channels_last, classifier_input, follow, momentum_twin
-from semclust.partition import k_means, spectral_partition
+from semclust.partition import centred, k_means, nearest_neighbours, spectral_partition
 from semclust.storage import load_into
 
 SGD_MOMENTUM = 0.9
 MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys, where none is asked for
 INFERENCE_BATCH = 1024
-PARTITION_EVERY = 4  # epochs, while a partition of the features guides the labels
 PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
@@ -53,6 +52,7 @@ class Learner(nn.Module):
     """Everything that training changes, apart from the optimiser's own state."""
 
     stored_keys: Tensor
+    neighbours: Tensor
 
     def __init__(self, settings: Settings, image_shape: tuple[int, int, int], n_images: int):
         super().__init__()
@@ -64,6 +64,11 @@ class Learner(nn.Module):
         self.twin = momentum_twin(self.encoder) if settings.contrast == "moco" else None
         if settings.contrast == "instance-memory":  # an empty key is the zero vector, as in SemanticMemory
             self.register_buffer("stored_keys", torch.zeros(len(projections), n_images, dim))
+
+        if pairs_neighbours(settings):  # in 4 bytes: there are many
+            # In a cluster of its fair size, all of them should be a small part.
+            k = max(1, min(settings.neighbours, n_images // (4 * settings.n_clusters)))
+            self.register_buffer("neighbours", torch.zeros(n_images, k, dtype=torch.int32))
 
         # More keys than half the images would hold many images twice, and every image against itself.
         K = max(1, min(settings.memory_size, n_images // 2))
@@ -90,13 +95,20 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
         return max(1, math.floor(share * settings.epochs)) if share else 0  # at 0, and only there, from random labels
 
     begins = epoch(settings.cluster_from) if "cluster" in settings.tasks else settings.epochs
-    plans = {"cluster": TaskPlan(C, begins, epoch(settings.guided_until))}
+    plans = {"cluster": TaskPlan(C, begins)}
     if "under" in settings.tasks and C // 2 > 1:
-        plans["under"] = TaskPlan(C // 2, begins, epoch(settings.guided_until))
+        plans["under"] = TaskPlan(C // 2, begins)
     n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
     if "over" in settings.tasks and n_over > C:
-        plans["over"] = TaskPlan(n_over, epoch(settings.over_from), 0)
+        # Fine clusters prepare the clusters. Beside them they would go on to hold together what is not one class.
+        first = epoch(settings.over_from)
+        plans["over"] = TaskPlan(n_over, first, begins if first < begins else math.inf)
     return plans
+
+
+def pairs_neighbours(settings: Settings) -> bool:
+    """Whether clusters are learned from pairs of neighbours."""
+    return settings.neighbours > 0 and "cluster" in settings.tasks
 
 
 def usual_batch_size(n_images: int) -> int:
@@ -114,7 +126,8 @@ def check_shares(settings: Settings, n_images: int, group: Group) -> None:
     if group.alone:
         return
     n = plan_batches(n_images, settings.batch_size or usual_batch_size(n_images))[1]
-    fewest = 2 if settings.batch_norm == "local" else 1  # batch norm of one image is 0
+    # Batch norm of one image is 0, and a pair is two.
+    fewest = 2 if settings.batch_norm == "local" or pairs_neighbours(settings) else 1
     if n // group.size < fewest:
         raise InputError(
             f"{group} for batches of {n} images, which leaves a process {n // group.size}; expected at least {fewest} "
@@ -194,7 +207,7 @@ class Training:
 
     def learns(self, task: ClusterTask) -> bool:
         """Whether the current epoch trains on this task."""
-        return self.epoch >= task.plan.begins
+        return task.plan.learns_in(self.epoch)
 
     def set_epochs(self, epochs: int) -> None:
         """Plan the run anew, before it begins, for another number of epochs."""
@@ -212,7 +225,7 @@ class Training:
 
     def _learned_in(self, epoch: int) -> tuple[str, ...]:
         """The tasks that an epoch learns: another set of them is another step to record."""
-        return tuple(name for name, task in self.learner.tasks.items() if epoch >= task.plan.begins)
+        return tuple(name for name, task in self.learner.tasks.items() if task.plan.learns_in(epoch))
 
     # ---- one epoch -------------------------------------------------------------------------------
 
@@ -302,10 +315,20 @@ class Training:
 
     def _order(self) -> Tensor:
         """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
-        recorded step needs it; to fill the last one, the first few images come once more."""
+        recorded step needs it; to fill the last one, the first few images come once more. Where pairs are learned, half
+        of them, each followed by one of its neighbours; as many pairs on each rank."""
         n_batches, n = self._batches()
         order = torch.randperm(self.n_images, device=self.device)
-        return torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
+        order = torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
+        if not self._in_pairs(self._learned_in(self.epoch)):
+            return order
+        order = order[:, : n // (2 * self.group.size) * self.group.size]
+        which = torch.randint(self.learner.neighbours.shape[1], order.shape, device=self.device)
+        return torch.stack([order, self.learner.neighbours[order, which].long()], dim=2).flatten(1)
+
+    def _in_pairs(self, active: tuple[str, ...]) -> bool:
+        """Whether steps that learn the tasks ``active`` do so from pairs of neighbours."""
+        return pairs_neighbours(self.settings) and "cluster" in active
 
     def _batches(self) -> tuple[int, int]:
         """Number of batches in an epoch, and of images in each."""
@@ -315,10 +338,15 @@ class Training:
         return NotFiniteError(f"{what} of epoch {self.epoch + 1}.")
 
     def learning_rate(self, epoch: float) -> float:
-        """Cosine decay over all epochs, after a linear rise."""
-        rise = min(1.0, (epoch + 1e-2) / self.settings.warmup_epochs) if self.settings.warmup_epochs else 1.0
-        fall = 0.5 * (1 + math.cos(math.pi * epoch / self.settings.epochs))
-        return self.rate_factor * self.settings.learning_rate * rise * fall
+        """After a linear rise, a cosine decay to 0 until the clusters start, and a second, lower one from there on."""
+        settings, begins = self.settings, self.learner.tasks["cluster"].plan.begins
+        rise = min(1.0, (epoch + 1e-2) / settings.warmup_epochs) if settings.warmup_epochs else 1.0
+        if epoch < begins:
+            peak, progress = 1.0, epoch / begins
+        else:
+            peak, progress = settings.cluster_rate, (epoch - begins) / max(1, settings.epochs - begins)
+        fall = 0.5 * (1 + math.cos(math.pi * progress))
+        return self.rate_factor * settings.learning_rate * peak * rise * fall
 
     def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
         """One optimiser step on the batch ``index``: L, L_ID, L_CD. x: its images (n x c x H x W bytes)."""
@@ -382,7 +410,9 @@ class Training:
         losses = torch.zeros(3, device=self.device)
         keys: list[Keys] = []
         own = self.group.part(index)
-        split = (part.tensor_split(self.parts) for part in (*views.chunk(2), own))
+        lot = 2 if self._in_pairs(active) else 1  # images that stay together
+        in_lots = (x.unflatten(0, (-1, lot)).tensor_split(self.parts) for x in (*views.chunk(2), own))
+        split = ([part.flatten(0, 1) for part in parts] for parts in in_lots)
         try:
             for query, key, some in zip(*split, strict=True):
                 of_part, q, k = self._add_gradient(active, query, key, some, len(some) / len(own), index)
@@ -474,7 +504,8 @@ class Training:
             l_id = self._instance_task_loss(q, k)
             losses.append((l_id, torch.zeros_like(l_id), torch.zeros_like(l_id)))
         for name in active:
-            losses.append(self._cluster_task_losses(self.learner.tasks[name], index, h, q, k))
+            in_pairs = name != "over" and self._in_pairs(active)
+            losses.append(self._cluster_task_losses(self.learner.tasks[name], index, h, q, k, in_pairs))
         l_ids, pulls, l_cds = zip(*losses, strict=True)
         return torch.stack(l_ids), torch.stack(pulls), torch.stack(l_cds)
 
@@ -521,10 +552,16 @@ class Training:
         return core.instance_loss(q[name], k[name], bank, tau) / len(bank)
 
     def _cluster_task_losses(
-        self, task: ClusterTask, index: Tensor, h: Tensor, q: dict[str, Tensor], k: dict[str, Tensor]
+        self,
+        task: ClusterTask,
+        index: Tensor,
+        h: Tensor,
+        q: dict[str, Tensor],
+        k: dict[str, Tensor],
+        in_pairs: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """L_ID (Eq. 1, 2, 6), the pull towards the own cluster and L_CD (Eq. 3, 4) of one clustering task, for each
-        sample."""
+        sample. ``in_pairs``: the samples are, and the classifier learns from that too."""
         settings, tau = self.settings, self.settings.temperature
         y = task.y[index]
         q_task, k_task = q[task.projection], k[task.projection]
@@ -538,8 +575,13 @@ class Training:
         if settings.assign_by == "key":
             bank = core.bank_similarity(k_task.detach(), task.memory.keys, tau)
         seen = self._classifier_sees(h, q_task)
-        logits = task.classifier(seen if settings.classifier_trains_encoder else seen.detach())
-        return w * l_id, pull / len(y), core.cluster_loss(logits, core.memory_assignment(bank)) / len(y)
+        logits = task.classifier(seen if settings.classifier_trains_encoder or in_pairs else seen.detach())
+        l_cd = core.cluster_loss(logits, core.memory_assignment(bank))
+        if in_pairs:
+            p = logits.softmax(1)
+            mean = self.group.sum(p.detach().sum(0)) / (self.group.size * len(p))
+            l_cd = l_cd + core.neighbour_loss(p) + settings.balance * core.imbalance_loss(p, mean)
+        return w * l_id, pull / len(y), l_cd / len(y)
 
     def _classifier_sees(self, h: Tensor, q: Tensor) -> Tensor:
         return classifier_input(h, q, self.settings.classifier_input == "pooled")
@@ -602,7 +644,10 @@ class Training:
         h = group.gather_to_first(h, self.n_images)
         q = {name: group.gather_to_first(x, self.n_images) for name, x in q.items()}
         figures, p = self._renew_labels(h, q) if group.first else ({}, h[:0])
-        group.share([*self.learner.task_modules.parameters(), *self.learner.task_modules.buffers()])
+        found = [*self.learner.task_modules.parameters(), *self.learner.task_modules.buffers()]
+        if pairs_neighbours(self.settings):
+            found.append(self.learner.neighbours)
+        group.share(found)
         return group.from_first(lambda: figures), p
 
     @torch.no_grad()
@@ -611,6 +656,8 @@ class Training:
 
         The figures are those of the target task, or of "over" while that is all there is."""
         tasks = self.learner.tasks
+        if pairs_neighbours(self.settings) and self.epoch == tasks["cluster"].plan.begins:
+            self.learner.neighbours.copy_(nearest_neighbours(centred(h), self.learner.neighbours.shape[1]))
         over_only = not self.instance_alone and not self.learns(tasks["cluster"])
         figures = dict.fromkeys(metrics.HEALTH, math.nan)
         for name, task in tasks.items():
@@ -643,9 +690,8 @@ class Training:
         elif not self.learns(task):
             return task.y
         elif self._is_parted(task, self.epoch):
-            y = self._same_ids(spectral_partition(q, C, settings.temperature), task)
-            if age == 0:
-                task.classifier.start_from(seen, y)
+            y = self._same_ids(spectral_partition(centred(h), C, settings.temperature), task)
+            task.classifier.start_from(seen, y)
         elif self.clusters_anew and task is self.learner.tasks.get("over"):
             # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
             return self._same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
@@ -659,10 +705,8 @@ class Training:
 
     @staticmethod
     def _is_parted(task: ClusterTask, epoch: int) -> bool:
-        """Whether the labels after ``epoch`` epochs come from a partition of the features: at the start of a task and,
-        while it is guided, every few epochs."""
-        age = epoch - task.plan.begins
-        return age == 0 or (age > 0 and epoch < task.plan.guided_until and age % PARTITION_EVERY == 0)
+        """Whether the labels after ``epoch`` epochs come from a partition of the features: at the start of a task."""
+        return epoch == task.plan.begins
 
     def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
         """Name the clusters of a partition as they were named before, as far as they are the same."""
@@ -689,7 +733,8 @@ class Training:
     @property
     def keeps_pooled(self) -> bool:
         """Whether the label refresh needs the pooled features h of all images."""
-        return self.settings.classifier_input == "pooled" or self.clusters_anew
+        partitioned = any(task.plan.begins > 0 for task in self.learner.tasks.values())
+        return self.settings.classifier_input == "pooled" or self.clusters_anew or partitioned
 
     @torch.no_grad()
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -44,9 +44,7 @@ def phases(settings: Settings, n_images: int) -> list[dict[str, Any]]:
     if "over" in plans:
         marks.append((plans["over"].begins, f"{plans['over'].n_clusters} fine clusters join"))
     if "cluster" in settings.tasks:
-        marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters join"))
-        if plans["cluster"].begins < plans["cluster"].guided_until:
-            marks.append((plans["cluster"].guided_until, "labels by the classifier alone"))
+        marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters start"))
     return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.epochs]
 
 
