@@ -434,6 +434,17 @@ def test_a_damaged_config_is_told(run, change, capsys):
     refused(capsys, "fit", "--resume", run)
 
 
+def test_a_run_of_before_there_was_a_setting_is_not_resumed_with_its_default(run, finished, capsys):
+    config = json.loads((run / "config.json").read_text())
+    settings = config["settings"]
+    config["settings"] = {name: settings[name] for name in settings if name not in ("over_by", "crop_size")}
+    (run / "config.json").write_text(json.dumps(config))
+    said = refused(capsys, "fit", "--resume", run)
+    assert "config.json lacks the settings crop_size, over_by" in said and "with that version" in said
+    (run / "config.json").write_text(json.dumps(config | {"settings": settings}))
+    assert call("fit", "--resume", run) == 0
+
+
 def test_a_killed_process_is_resumed_to_the_same_bytes(photos, here):
     """Not asked to stop but killed, at a moment of no one's choosing."""
     flags = [*FAST, "--epochs", "10"]

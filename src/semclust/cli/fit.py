@@ -136,7 +136,14 @@ def plan_of_resumed(command: Fit, argv: list[str], console: "Console") -> Plan:
     if ignored:
         console.print(f"ignored, since a resumed run keeps its own settings: {' '.join(ignored)}", markup=False)
     try:
-        return Plan(Settings(**from_json(config["settings"])), config["data"], config["labels"], run, config)
+        settings = from_json(config["settings"])
+        if lacking := [name for name in values(Settings()) if name not in settings]:
+            raise InputError(
+                f"{run.path / 'config.json'} lacks the settings {', '.join(lacking)}: an earlier version began this "
+                "run, and did not do what is the default now. Resume it with that version, or add them with the values "
+                "that it had then."
+            )
+        return Plan(Settings(**settings), config["data"], config["labels"], run, config)
     except KeyError as error:
         raise InputError(f"{run.path / 'config.json'} lacks {error}; restore it from a copy, or fit again.") from None
 
