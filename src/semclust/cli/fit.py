@@ -63,7 +63,7 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
     from semclust.truth import read_labels
 
     plan = group.from_first(lambda: plan_of_resumed(command, argv, console) if command.resume else new_plan(command))
-    check(plan.settings)
+    check(plan.settings, as_flags=plan.run is None)
     with reading(console) as on_image:
         # Of the processes on a machine one decodes, on all cores; the others find the pixels in the cache.
         images = group.in_turn(lambda: open_images(plan.data, size=plan.settings.image_size, on_image=on_image))
