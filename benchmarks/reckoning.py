@@ -17,6 +17,7 @@ HASHING = 3072 / 0.4e9
 # Counted
 WEIGHTS, NORMS, CHANNELS = 21_607_247, 36, 8_512
 DIMENSION, CLUSTERS, TASKS, PIXELS = 128, 10, 2, 3 * 32 * 32
+POOLED, DEFAULT_WEIGHTS, DEFAULT_TASKS = 512, 11_497_664, 3  # of the default settings: ResNet-18
 NAME = 93  # bytes of a name such as train/n01440764/n01440764_10026.JPEG in Python
 
 # Assumed: bytes a second into a GPU, and seconds that a small exchange takes
@@ -85,6 +86,16 @@ def other_gpu_bytes(images: int, gpus: int) -> float:
     return 16 * WEIGHTS + images * (12 * TASKS + 8) + 4 * DIMENSION * images / gpus
 
 
+def default_gpu_bytes(images: int, gpus: int, first: bool) -> float:
+    """The same with the default settings, which cluster the pooled features h: those are gathered, too, and the first
+    rank has them once more with unit length."""
+    features = 4 * (POOLED + DIMENSION)
+    an_image = features / gpus
+    if first:
+        an_image = (an_image if gpus > 1 else 0.0) + features + 4 * POOLED + 4 * CLUSTERS
+    return 16 * DEFAULT_WEIGHTS + images * (12 * DEFAULT_TASKS + 8 + an_image)
+
+
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     header = list(header)
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
@@ -146,6 +157,18 @@ def tables() -> dict[str, list[str]]:
                     for images in IMAGES
                 ]
                 for gpus in GPUS
+            ),
+        ),
+        "memory, default": table(
+            ["GPUs", *(f"{images:,}: first / others" for images in IMAGES)],
+            (
+                [str(gpus)]
+                + [
+                    f"{in_bytes(default_gpu_bytes(images, gpus, first=True))} / "
+                    + (in_bytes(default_gpu_bytes(images, gpus, first=False)) if gpus > 1 else "-")
+                    for images in IMAGES
+                ]
+                for gpus in (1, 8, 64)
             ),
         ),
         "host": table(

@@ -266,4 +266,7 @@ def test_a_run_folder_tells_the_epochs_that_the_minutes_gave(clock, fit, capsys)
 def test_a_budget_that_is_refused_leaves_no_run_folder(clock, fit, capsys):
     assert fit("--minutes", "0.1") == 1
     assert "minutes=0.1 is too short" in capsys.readouterr().err
+    assert os.listdir() == ["x.npy"]
+    os.mkdir("runs")  # the user's own stays
+    assert fit("--minutes", "0.1") == 1
     assert os.listdir("runs") == []

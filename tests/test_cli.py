@@ -434,6 +434,17 @@ def test_a_damaged_config_is_told(run, change, capsys):
     refused(capsys, "fit", "--resume", run)
 
 
+def test_a_run_of_before_there_was_a_setting_is_not_resumed_with_its_default(run, finished, capsys):
+    config = json.loads((run / "config.json").read_text())
+    settings = config["settings"]
+    config["settings"] = {name: settings[name] for name in settings if name not in ("over_by", "crop_size")}
+    (run / "config.json").write_text(json.dumps(config))
+    said = refused(capsys, "fit", "--resume", run)
+    assert "config.json lacks the settings crop_size, over_by" in said and "with that version" in said
+    (run / "config.json").write_text(json.dumps(config | {"settings": settings}))
+    assert call("fit", "--resume", run) == 0
+
+
 def test_a_killed_process_is_resumed_to_the_same_bytes(photos, here):
     """Not asked to stop but killed, at a moment of no one's choosing."""
     flags = [*FAST, "--epochs", "10"]
@@ -550,13 +561,14 @@ def test_wrong_usage_ends_with_2(argv, words, here, capsys):
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["fit", "DATA", "-k", "1"], "n_clusters=1"),
-        (["fit", "DATA", "-k", "-3"], "n_clusters=-3"),
+        (["fit", "DATA", "-k", "1"], "--n-clusters 1: expected a number from 2"),
+        (["fit", "DATA", "-k", "-3"], "--n-clusters -3: expected"),
+        (["fit", "DATA", "-k", "3", "--tasks", "over", "under"], "--tasks over under: expected 'cluster' among them"),
+        (["bench", "speed", "--batch-size", "1"], "--batch-size 1: expected a number of at least 2"),
         (["fit", "DATA", "-k", "21"], "n_clusters=21, but there are only 20 images"),
-        (["fit", "DATA", "-k", "3", "--epochs", "0"], "epochs=0"),
-        (["fit", "DATA", "-k", "3", "--learning-rate", "nan"], "learning_rate=nan"),
+        (["fit", "DATA", "-k", "3", "--epochs", "0"], "--epochs 0: expected"),
+        (["fit", "DATA", "-k", "3", "--learning-rate", "nan"], "--learning-rate nan: expected"),
         (["fit", "DATA", "-k", "3", "--device", "tpu9"], "device='tpu9'"),
-        (["fit", "DATA", "-k", "3", "--tasks", "over"], "tasks="),
         (["fit", "DATA", "-k", "3", "--labels", "none.csv"], "'none.csv'"),
         (["fit", "DATA", "-k", "3", "--out", "file"], "file"),
         (["fit", "-k", "3"], "No data"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import gc
 import math
 import os
 import subprocess
@@ -113,7 +114,7 @@ class Undecided(TinyBackbone):
         return super().forward(x) if x.mean().item() < 1e9 else x
 
 
-def learn_undecided(alone: Group) -> tuple[list[str], bool]:
+def learn_undecided() -> tuple[list[str], bool]:
     """What is told; and whether another run's steps are recorded after that."""
     heard: list[str] = []
     training = begin(heard=heard.append, backbone=Undecided(3))
@@ -125,9 +126,9 @@ def learn_undecided(alone: Group) -> tuple[list[str], bool]:
     return heard, is_recorded(other)
 
 
-def test_a_module_that_decides_by_its_values_is_trained_plainly_with_a_notice():
-    """In a process of its own: it is in torch's memory, too, that a recording that failed must leave nothing."""
-    ((heard, recorded),) = in_ranks(1, learn_undecided)
+def test_a_module_that_decides_by_its_values_is_trained_plainly_with_a_notice(apart):
+    """And leaves nothing in torch's memory that would be in the way of what comes after it."""
+    heard, recorded = apart["undecided"]
     assert len(heard) == 1 and "cannot be recorded" in heard[0]
     assert recorded
 
@@ -220,6 +221,7 @@ class Hungry(TinyBackbone):
 @contextlib.contextmanager
 def memory_left(gib: float) -> Iterator[None]:
     """Let this process take so much more of the GPU than it has."""
+    gc.collect()
     torch.cuda.empty_cache()
     allowed = torch.cuda.memory_reserved() + gib * 2**30
     torch.cuda.set_per_process_memory_fraction(allowed / torch.cuda.mem_get_info()[1])
@@ -230,7 +232,7 @@ def memory_left(gib: float) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
-def learn_with_little_memory(alone: Group, contrast: str, records: bool) -> dict[str, Any]:
+def learn_with_little_memory(contrast: str, records: bool) -> dict[str, Any]:
     """6 GiB do not fit into 4.5; their half does, with a third of that to spare for the workspaces of libraries."""
     heard: list[str] = []
     training = begin(96, heard.append, backbone=Hungry(3), contrast=contrast, compile=records)
@@ -245,13 +247,25 @@ def learn_with_little_memory(alone: Group, contrast: str, records: bool) -> dict
     return found | {"heard": heard, "losses": losses, "apart": apart}
 
 
-@pytest.mark.parametrize(
-    "contrast, records, recorded", [("simclr", True, True), ("moco", False, False), ("moco", True, False)]
-)
-def test_a_gpu_that_is_out_of_memory_gets_smaller_parts_and_batches(contrast, records, recorded):
-    """In a process of its own, whose memory nobody else has a part of. The two networks of moco run side by side, and a
-    graph would keep the memory of both at once: too much to be recorded here, so such a run goes on plainly."""
-    (found,) = in_ranks(1, learn_with_little_memory, contrast, records)
+CASES = [("simclr", True), ("moco", False), ("moco", True)]  # contrast, and whether steps are to be recorded
+
+
+def work_apart(alone: Group) -> dict[str, Any]:
+    found: dict[str, Any] = {str(case): learn_with_little_memory(*case) for case in CASES}
+    return found | {"undecided": learn_undecided()}
+
+
+@pytest.fixture(scope="module")
+def apart() -> dict[str, Any]:
+    """What is found in a process of its own, since it is about the state of torch's memory."""
+    return in_ranks(1, work_apart)[0]
+
+
+@pytest.mark.parametrize("contrast, records", CASES)
+def test_a_gpu_that_is_out_of_memory_gets_smaller_parts_and_batches(contrast, records, apart):
+    """The two networks of moco run side by side, and a graph would keep the memory of both at once: too much to be
+    recorded here, so such a run goes on plainly."""
+    found, recorded = apart[str((contrast, records))], contrast == "simclr"
     assert found["parts"] == 2 and found["recorded"] == recorded
     assert found["heard"][0].startswith("The device is out of memory: each step of 48 images now goes in 2 parts")
     assert any("cannot be recorded" in message for message in found["heard"]) == (records and not recorded)

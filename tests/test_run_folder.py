@@ -50,6 +50,17 @@ def test_a_folder_is_made_with_its_parents_and_empty(tmp_path):
     assert os.listdir(path) == []
 
 
+def test_an_abandoned_folder_takes_those_along_that_were_made_for_it_and_hold_nothing_else(tmp_path):
+    (tmp_path / "a").mkdir()
+    first, second = (RunFolder.create(tmp_path / "a" / "b" / "c", "photos") for _ in range(2))
+    first.abandon()
+    assert os.listdir(tmp_path / "a" / "b" / "c") == ["photos-2"]
+    second.abandon()
+    assert os.listdir(tmp_path / "a" / "b" / "c") == []  # was there before the second
+    RunFolder.create(tmp_path / "a" / "d" / "e", "photos").abandon()
+    assert os.listdir(tmp_path / "a") == ["b"]
+
+
 def test_a_file_or_link_of_that_name_is_passed_over(tmp_path):
     (tmp_path / "photos").write_text("mine")
     (tmp_path / "photos-2").symlink_to(tmp_path / "nowhere")

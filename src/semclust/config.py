@@ -202,13 +202,19 @@ def from_json(values: dict[str, Any]) -> dict[str, Any]:
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def check(settings: Settings) -> None:
-    """Raise InputError for the first value that is of the wrong kind, out of range or at odds with another."""
+def check(settings: Settings, as_flags: bool = False) -> None:
+    """Raise InputError for the first value that is of the wrong kind, out of range or at odds with another.
+    ``as_flags``: named as on the command line, where they come from there."""
+
+    def named(name: str, value: Any) -> str:
+        return _as_flag(name, value) if as_flags else f"{name}={value!r}"
+
     hints = get_type_hints(Settings)
     for f in dataclasses.fields(Settings):
         value, hint = getattr(settings, f.name), hints[f.name]
         if f.name in ("backbone", "augment") and callable(value):
             continue
+        told = named(f.name, value)
         low, high = f.metadata.get("low"), f.metadata.get("high")
         kinds = get_args(hint) if type(None) in get_args(hint) else (hint,)
         if value is None and type(None) in kinds:
@@ -216,32 +222,38 @@ def check(settings: Settings) -> None:
         if f.name == "tasks":
             choices = get_args(Task)
             if not isinstance(value, tuple | list) or not value or any(task not in choices for task in value):
-                raise InputError(f"tasks={value!r}: expected one or more of {', '.join(choices)}.")
+                raise InputError(f"{told}: expected one or more of {', '.join(choices)}.")
             if len(set(value)) < len(value):
-                raise InputError(f"tasks={value!r}: expected each task once.")
+                raise InputError(f"{told}: expected each task once.")
             if "cluster" not in value and set(value) != {"instance"}:
-                raise InputError(f"tasks={value!r}: expected 'cluster' among them, or 'instance' alone.")
+                raise InputError(f"{told}: expected 'cluster' among them, or 'instance' alone.")
         elif get_args(hint) and type(None) not in kinds:
             if not isinstance(value, str) or value not in get_args(hint):
-                raise InputError(f"{f.name}={value!r}: expected one of {', '.join(get_args(hint))}.")
+                raise InputError(f"{told}: expected one of {', '.join(get_args(hint))}.")
         elif bool in kinds:
             if not isinstance(value, bool):
-                raise InputError(f"{f.name}={value!r}: expected True or False.")
+                raise InputError(f"{told}: expected True or False.")
         elif str in kinds:
             if not isinstance(value, str):
-                raise InputError(f"{f.name}={value!r}: expected a word, such as {f.default!r}.")
+                raise InputError(f"{told}: expected a word, such as {f.default!r}.")
         elif int in kinds or float in kinds:
             whole = int in kinds
             if isinstance(value, bool) or not _is_number(value, whole):
-                raise InputError(f"{f.name}={value!r}: expected a {'whole ' if whole else ''}number.")
+                raise InputError(f"{told}: expected a {'whole ' if whole else ''}number.")
             if (low is not None and value < low) or (high is not None and value > high):
                 bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-                raise InputError(f"{f.name}={value!r}: expected a number {bounds}.")
+                raise InputError(f"{told}: expected a number {bounds}.")
     if settings.neighbours and settings.cluster_from == 0 and "cluster" in settings.tasks:
         raise InputError(
-            f"neighbours={settings.neighbours} with cluster_from=0: expected neighbours=0 there, since no features are "
-            "learned yet by which images could be near, or a later start of the clusters."
+            f"{named('neighbours', settings.neighbours)} with {named('cluster_from', settings.cluster_from)}: expected "
+            f"{named('neighbours', 0)} there, since no features are learned yet by which images could be near, or "
+            "clusters that start later."
         )
+
+
+def _as_flag(name: str, value: Any) -> str:
+    words = map(str, value) if isinstance(value, tuple | list) else [str(value)]
+    return " ".join([f"--{name.replace('_', '-')}", *words])
 
 
 def _is_number(value: Any, whole: bool) -> bool:

@@ -58,6 +58,7 @@ class RunFolder:
 
     def __init__(self, path: Path):
         self.path = path
+        self.made_for_it: list[Path] = []  # folders around it, the innermost first
         self.metrics = path / "metrics.csv"
         self.checkpoint = path / "last.ckpt"
         self.previous = path / "previous.ckpt"
@@ -72,11 +73,14 @@ class RunFolder:
     def create(cls, parent: Path, name: str) -> "RunFolder":
         """parent/name, or parent/name-2, -3, ...: never one that exists."""
         number = 1
+        missing = [folder for folder in (parent, *parent.parents) if not os.path.exists(folder)]
         while True:
             path = parent / (name if number == 1 else f"{name}-{number}")
             try:
                 path.mkdir(parents=True)
-                return cls(path)
+                made = cls(path)
+                made.made_for_it = missing
+                return made
             except FileExistsError:
                 if not parent.is_dir():
                     raise InputError(f"{str(parent)!r} is a file; expected a folder for runs (--out).") from None
@@ -118,7 +122,8 @@ class RunFolder:
                 return
             for name in ("config.json", "skipped.csv", "schedule.json", ".lock"):
                 (self.path / name).unlink(missing_ok=True)
-            self.path.rmdir()  # refused where there is something else in it
+            for folder in (self.path, *self.made_for_it):
+                folder.rmdir()  # refused where there is something else in it
 
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / "config.json", {"format": FORMAT, "semclust": __version__, **config})

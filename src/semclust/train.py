@@ -756,19 +756,20 @@ class Training:
 
     def _features(self, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.learner.encoder.eval().folded() or self._encode
-        hs, qs = [], []
         start, stop = self.group.bounds(self.n_images)
-        n_images = stop - start
+        wholes: list[Tensor] = []  # of h and each q, filled part by part: to put parts together takes twice the memory
+        done = 0
         for part in self._images_from(start, stop):
             with self.precision:
                 h, q = encode(self.learner.encoder.at_view_size(in_unit_range(part)))
-            hs.append(h if self.keeps_pooled else h.new_empty(len(h), 0))
-            qs.append(q)
+            found = [h if self.keeps_pooled else h[:, :0], *q.values()]
+            wholes = wholes or [x.new_empty(stop - start, x.shape[1]) for x in found]
+            for whole, x in zip(wholes, found, strict=True):
+                rows = whole[done : done + len(x)]
+                rows.copy_(x[: len(rows)])
+            done += len(part)
             on_part()
-        return (
-            torch.cat(hs)[:n_images],
-            {name: torch.cat([q[name] for q in qs])[:n_images] for name in qs[0]},
-        )
+        return wholes[0], dict(zip(q, wholes[1:], strict=True))
 
     def _images_from(self, start: int, stop: int) -> Iterator[Tensor]:
         """Some images in order, in batches of one size: a compiled network is made for one. After the last image

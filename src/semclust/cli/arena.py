@@ -129,7 +129,7 @@ def planned(
         for seed in range(command.seeds):
             number = (start.random_state or 0) + seed
             settings = dataclasses.replace(start, **changes, random_state=number)
-            check(settings)
+            check(settings, as_flags=True)
             runs.append(Run(f"{name}-seed{number}", method, settings))
     return runs
 

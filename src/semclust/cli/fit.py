@@ -63,7 +63,7 @@ def run(command: Fit, argv: list[str], console: "Console", group: "Group") -> No
     from semclust.truth import read_labels
 
     plan = group.from_first(lambda: plan_of_resumed(command, argv, console) if command.resume else new_plan(command))
-    check(plan.settings)
+    check(plan.settings, as_flags=plan.run is None)
     with reading(console) as on_image:
         # Of the processes on a machine one decodes, on all cores; the others find the pixels in the cache.
         images = group.in_turn(lambda: open_images(plan.data, size=plan.settings.image_size, on_image=on_image))
@@ -136,7 +136,14 @@ def plan_of_resumed(command: Fit, argv: list[str], console: "Console") -> Plan:
     if ignored:
         console.print(f"ignored, since a resumed run keeps its own settings: {' '.join(ignored)}", markup=False)
     try:
-        return Plan(Settings(**from_json(config["settings"])), config["data"], config["labels"], run, config)
+        settings = from_json(config["settings"])
+        if lacking := [name for name in values(Settings()) if name not in settings]:
+            raise InputError(
+                f"{run.path / 'config.json'} lacks the settings {', '.join(lacking)}: an earlier version began this "
+                "run, and did not do what is the default now. Resume it with that version, or add them with the values "
+                "that it had then."
+            )
+        return Plan(Settings(**settings), config["data"], config["labels"], run, config)
     except KeyError as error:
         raise InputError(f"{run.path / 'config.json'} lacks {error}; restore it from a copy, or fit again.") from None
 

@@ -55,7 +55,7 @@ def run(command: BenchSpeed, console: "Console") -> None:
     from semclust.storage import check_new_file, free_path, write_json
 
     settings = Settings(**values(command.settings))
-    check(settings)
+    check(settings, as_flags=True)
     if command.out:
         check_new_file(command.out)
 
