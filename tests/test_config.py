@@ -320,7 +320,7 @@ def test_an_unknown_preset_is_refused_with_those_there_are(name):
 
 
 def test_neighbours_need_features_to_be_found_by():
-    with pytest.raises(InputError, match="neighbours=20 with cluster_from=0.0: expected neighbours=0"):
+    with pytest.raises(InputError, match=r"neighbours=20 with cluster_from=0\.0: expected neighbours=0"):
         check(Settings(cluster_from=0.0))
     check(Settings(cluster_from=0.0, neighbours=0))
     check(Settings(cluster_from=0.0, tasks=("instance",)))

@@ -25,6 +25,7 @@ from semclust.config import Settings, from_json
 from semclust.data import open_images, stream_images
 from semclust.distributed import ALONE, Group, checksum, from_environment, job_name, synchronise_batch_norm
 from semclust.errors import InputError
+from semclust.metrics import clustering_accuracy
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder
 from semclust.train import Training, check_shares
@@ -361,7 +362,11 @@ def test_shared_prediction_writes_the_bytes_of_one_process(sources: Path, ranks:
 
 # ---- torchrun --------------------------------------------------------------------------------------------------
 
-FIT = "--epochs 6 --width 4 --batch-size 16 --device cpu --image-size 8 --cluster-from 0.3 --over-from 0.2 --no-report"
+# Without pairs: the features of a few epochs are so alike that rounding decides who is whose neighbour.
+FIT = (
+    "--epochs 6 --neighbours 0 --width 4 --batch-size 16 --device cpu --image-size 8 --cluster-from 0.3 "
+    "--over-from 0.2 --no-report"
+)
 
 
 def torchrun(*args: object, n: int = 2) -> list[str]:
@@ -438,12 +443,11 @@ def test_a_job_goes_on_in_its_own_run_after_a_process_was_killed(photos: Path, r
         assert (restarted / name).read_bytes() == (two / name).read_bytes(), name
     assert [path.name for path in restarted.parent.iterdir()] == ["photos"]
     main([*arguments[2:], str(tmp_path / "one")])
-    same = [a == b for a, b in zip(clusters(tmp_path / "one" / "photos"), clusters(two), strict=True)]
-    assert sum(same) >= 0.9 * len(same)
+    assert clustering_accuracy(clusters(tmp_path / "one" / "photos"), clusters(two)) >= 0.9
 
 
-def clusters(run: Path) -> list[str]:
-    return [line.split(",")[1] for line in (run / "assignments.csv").read_text().splitlines()]
+def clusters(run: Path) -> np.ndarray:
+    return np.array([int(line.split(",")[1]) for line in (run / "assignments.csv").read_text().splitlines()[1:]])
 
 
 def test_torchrun_predicts_to_the_same_bytes_and_speaks_once(photos: Path, restarted: Path, tmp_path: Path):

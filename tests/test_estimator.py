@@ -495,8 +495,10 @@ def test_an_augmentation_of_ones_own(tmp_path):
 def sharp(fitted) -> SemanticClusterer:
     """The same model, only surer of itself, so that images stay in clusters that are not merged."""
     model = copy.deepcopy(fitted)
-    linear, mean = model.predictor_.network.classifier.linear, torch.from_numpy(model.embedding_.mean(0))
+    network = model.predictor_.network
+    linear, x = network.classifier.linear, torch.from_numpy(grey())[:, None].float() / 255
     with torch.no_grad():
+        mean = torch.nn.functional.normalize(network.encoder(x)[0], dim=1).mean(0)
         linear.weight.mul_(50)
         linear.bias.copy_(-linear.weight @ mean / model.temperature)
     model._fitted_p = model.predict_proba(grey())
@@ -716,7 +718,8 @@ def test_saving_never_replaces_what_is_not_a_model(fitted, tmp_path):
 
 def test_the_labels_of_instance_contrast_alone_are_those_of_k_means():
     X = np.random.default_rng(0).integers(0, 255, (60, 16, 16), dtype=np.uint8)
-    model = SemanticClusterer(n_clusters=3, epochs=2, width=4, tasks=("instance",), device="cpu").fit(X)
+    settings = dict(epochs=2, width=4, tasks=("instance",), classifier_input="projection", device="cpu")
+    model = SemanticClusterer(n_clusters=3, **settings).fit(X)
     centres = np.stack([model.embedding_[model.labels_ == c].mean(0) for c in range(3)])
     distance = ((model.embedding_[:, None] - centres) ** 2).sum(2)
     assert (distance.argmin(1) == model.labels_).all()

@@ -552,8 +552,8 @@ class SmallDevice(TinyBackbone):
 
 
 def test_a_step_that_does_not_fit_goes_in_parts_with_the_same_gradient(monkeypatch):
-    """Without batch norm and weights of samples, which see one part at a time, the weights are the same, too."""
-    plain = dict(projection_norm=False, hard_samples=False, epochs=3)
+    """Without what sees one part at a time (batch norm, weights of samples, evenness) the weights are the same, too."""
+    plain = dict(projection_norm=False, hard_samples=False, balance=0.0, epochs=3)
     heard = Heard()
     whole = fitting.fit(images(), settings(backbone=SmallDevice(99, norm=False), **plain))
     parted = fitting.fit(images(), settings(backbone=SmallDevice(4, norm=False), **plain), heard)

@@ -269,10 +269,18 @@ def test_classifier_starts_from_well_separated_groups(sizes, shift):
     classifier = LinearClassifier(6, 4, tau=0.1)
     classifier.start_from(x, y)
     assert torch.equal(classifier(x).argmax(1), y)
-    outwards = torch.stack([x[y == j].mean(0) for j in range(4)]) - x.mean(0)
-    assert_close(classifier.linear.weight.detach(), outwards / outwards.norm(dim=1, keepdim=True))
-    assert_close(classifier(x.mean(0, keepdim=True)), torch.zeros(1, 4), rtol=0, atol=1e-5)
-    assert all(p.requires_grad for p in classifier.parameters())
+    assert classifier(x).softmax(1).max(1).values.mean() > 0.9
+    assert all(p.requires_grad and p.grad is None for p in classifier.parameters())
+
+
+def test_classifier_learns_clusters_that_lie_one_behind_the_other():
+    """Seen from the mean of all, which is near the first, the others lie in nearly one direction."""
+    angle = torch.tensor([0.0, 0.26, 0.52])
+    x, y = groups_around(torch.stack([angle.cos(), angle.sin()], 1), [300, 30, 30], noise=0.03)
+    classifier = LinearClassifier(2, 3, tau=0.2)
+    with torch.no_grad():  # as where labels are renewed
+        classifier.start_from(x, y)
+    assert torch.equal(classifier(x).argmax(1), y)
 
 
 def test_classifier_starts_with_a_cluster_left_empty():

@@ -252,3 +252,24 @@ def test_landmarks_from_a_sample_of_the_images_still_separate(monkeypatch):
     x, y = rings(600)
     monkeypatch.setattr(partition, "SAMPLE", 300)
     assert agreement(spectral_partition(x, 2, tau=0.1), y) > 0.98
+
+
+@pytest.mark.parametrize("rows, columns", [(1024, 65_536), (7, 65_536), (1024, 9), (7, 9), (7, 2)])
+def test_nearest_neighbours_are_those_of_all_pairs_whatever_is_looked_at_at_once(monkeypatch, rows, columns):
+    monkeypatch.setattr(partition, "ROWS", rows)
+    monkeypatch.setattr(partition, "COLUMNS", columns)
+    x = F.normalize(torch.randn(40, 6, generator=torch.Generator().manual_seed(0)), dim=1)
+    expected = (x @ x.T).fill_diagonal_(-2).topk(5, dim=1).indices
+    assert torch.equal(partition.nearest_neighbours(x, 5), expected)
+
+
+def test_an_image_is_no_neighbour_of_itself_also_where_others_are_the_same():
+    found = partition.nearest_neighbours(torch.ones(6, 1), 5)
+    assert all(sorted(row) == [j for j in range(6) if j != i] for i, row in enumerate(found.tolist()))
+
+
+def test_centred_features_are_directions_from_the_mean_direction():
+    x = torch.rand(50, 4, generator=torch.Generator().manual_seed(0))
+    unit = x / x.norm(dim=1, keepdim=True)
+    away = unit - unit.mean(0)
+    torch.testing.assert_close(partition.centred(3 * x), away / away.norm(dim=1, keepdim=True))

@@ -513,7 +513,7 @@ def test_a_step_has_the_losses_of_the_paper(changes):
     if settings.contrast == "moco":
         keys_back = {}
         find_keys = training._keys
-        training._keys = lambda x, index: keys_back.update(find_keys(x, index)) or dict(keys_back)
+        training._keys = lambda *args: keys_back.update(find_keys(*args)) or dict(keys_back)
     result = step_on(training, index)
     if settings.symmetric:  # every image once with either view as its query
         index = index.repeat(2)
@@ -617,7 +617,7 @@ def one_batch(training: Training):
     training.learner.train()
     x = pixels_of(training, index).float() / 255
     h, q = training.learner.encoder(training.augmentation(x))
-    return index, h, q, training._keys(training.augmentation(x), index)
+    return index, h, q, training._keys(training.augmentation(x), index, len(index))
 
 
 def reaches(loss: torch.Tensor, module: nn.Module) -> bool:
@@ -950,7 +950,7 @@ def test_keys_of_a_split_batch_are_shuffled_and_put_back():
     learner.eval()  # batch norm without the batch: the twin gives what the encoder gives
     seen = recorded(learner.twin)
     torch.manual_seed(0)
-    k = training._keys(x, torch.arange(16))
+    k = training._keys(x, torch.arange(16), 16)
     assert_close(k["shared"], learner.encoder(x)[1]["shared"].detach())
     ((given,), _) = seen[0]
     assert not torch.equal(given, x)

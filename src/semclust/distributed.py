@@ -86,11 +86,11 @@ class Group:
         lots = -(-n // at_once)
         return tuple(min(n, lots * r // self.size * at_once) for r in (rank, rank + 1))  # type: ignore[return-value]
 
-    def part(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's part of a tensor that all ranks have."""
+    def part(self, x: Tensor, dim: int = 0, at_once: int = 1) -> Tensor:
+        """This rank's part of a tensor that all ranks have. ``at_once``: as in ``bounds``."""
         if self.alone:
             return x
-        start, stop = self.bounds(x.shape[dim])
+        start, stop = self.bounds(x.shape[dim], at_once=at_once)
         return x.narrow(dim, start, stop - start)
 
     def from_first(self, make: Callable[[], Value]) -> Value:
@@ -179,16 +179,17 @@ class Group:
             dist.all_reduce(found, dist.ReduceOp.MAX)
         return int(found)
 
-    def gather(self, x: Tensor, n: int) -> Tensor:
-        """All rows, of which every rank has its ``part`` x, on every rank. ``n``: their number."""
+    def gather(self, x: Tensor, n: int, at_once: int = 1) -> Tensor:
+        """All rows, of which every rank has its ``part`` x, on every rank. ``n``: their number. ``at_once``: as in
+        ``bounds``."""
         if self.alone:
             return x
-        most = -(-n // self.size)
+        bounds = [self.bounds(n, rank, at_once) for rank in range(self.size)]
+        most = max(stop - start for start, stop in bounds)
         padded = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         with gone():
             dist.all_gather(parts, padded.contiguous())
-        bounds = (self.bounds(n, rank) for rank in range(self.size))
         return torch.cat([part[: stop - start] for part, (start, stop) in zip(parts, bounds, strict=True)])
 
     def gather_to_first(self, x: Tensor, n: int, at_once: int = 1) -> Tensor:

@@ -19,6 +19,9 @@ from semclust.core import SemanticMemory, bank_size
 from semclust.devices import computes_in_bfloat16
 from semclust.partition import cluster_means
 
+START_ROUNDS = 30  # of a classifier that learns a partition
+START_DECAY = 1e-4  # of its weights, which would grow without end where the clusters can be told apart
+
 
 class Encoder(nn.Module):
     """f_theta: images in [0, 1] (n x c x H x W) to a pooled feature and a unit representation a task."""
@@ -124,12 +127,24 @@ class LinearClassifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.linear.weight) / self.tau + self.linear.bias
 
-    @torch.no_grad()
     def start_from(self, x: Tensor, y: Tensor) -> None:
-        """Point each cluster's weights from the mean of all features to the mean of its own."""
-        mean = x.mean(0)
-        self.linear.weight.copy_(F.normalize(cluster_means(x, y, len(self.linear.bias))[0] - mean, dim=1))
-        self.linear.bias.copy_(-(self.linear.weight @ mean) / self.tau)
+        """Learn the clusters y of the features x (N x d) by logistic regression, from weights that point from the
+        mean of all features to the mean of each cluster."""
+        with torch.no_grad():
+            mean = x.mean(0)
+            self.linear.weight.copy_(F.normalize(cluster_means(x, y, len(self.linear.bias))[0] - mean, dim=1))
+            self.linear.bias.copy_(-(self.linear.weight @ mean) / self.tau)
+        optimiser = torch.optim.LBFGS(self.parameters(), max_iter=START_ROUNDS, line_search_fn="strong_wolfe")
+
+        @torch.enable_grad()
+        def loss() -> Tensor:
+            optimiser.zero_grad()
+            value = F.cross_entropy(self(x), y) + START_DECAY * self.linear.weight.square().sum()
+            value.backward()
+            return value
+
+        optimiser.step(loss)
+        optimiser.zero_grad()
 
     @torch.no_grad()
     def choose_nearest(self, x: Tensor, y: Tensor) -> None:

@@ -264,7 +264,7 @@ class Training:
             set_random_state(self._random_state, self.device)
             self._random_state = []
         if self.step < steps:
-            for x in self.images.batches(self.group.part(order[self.step :], 1).unbind()):
+            for x in self.images.batches(self._part(order[self.step :], 1).unbind()):
                 rate = self.learning_rate(self.epoch + self.step / steps)
                 self.losses[self.step] = self._step(x, order[self.step], rate)
                 self.step += 1
@@ -316,19 +316,32 @@ class Training:
     def _order(self) -> Tensor:
         """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
         recorded step needs it; to fill the last one, the first few images come once more. Where pairs are learned, half
-        of them, each followed by one of its neighbours; as many pairs on each rank."""
+        of them, each followed by one of its neighbours."""
         n_batches, n = self._batches()
         order = torch.randperm(self.n_images, device=self.device)
         order = torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
         if not self._in_pairs(self._learned_in(self.epoch)):
             return order
-        order = order[:, : n // (2 * self.group.size) * self.group.size]
+        order = order[:, : n // 2]
         which = torch.randint(self.learner.neighbours.shape[1], order.shape, device=self.device)
         return torch.stack([order, self.learner.neighbours[order, which].long()], dim=2).flatten(1)
 
     def _in_pairs(self, active: tuple[str, ...]) -> bool:
         """Whether steps that learn the tasks ``active`` do so from pairs of neighbours."""
         return pairs_neighbours(self.settings) and "cluster" in active
+
+    @property
+    def _lot(self) -> int:
+        """Images of a batch that stay together where it is dealt out."""
+        return 2 if self._in_pairs(self._learned_in(self.epoch)) else 1
+
+    def _part(self, x: Tensor, dim: int = 0) -> Tensor:
+        """This rank's part of something of each image of a batch."""
+        return self.group.part(x, dim, self._lot)
+
+    def _gather(self, x: Tensor, n: int) -> Tensor:
+        """Something of each of a batch's n images, of this rank's part."""
+        return self.group.gather(x, n, self._lot)
 
     def _batches(self) -> tuple[int, int]:
         """Number of batches in an epoch, and of images in each."""
@@ -355,7 +368,7 @@ class Training:
         # Views are made outside of what is recorded: they draw random numbers, and may be the user's own code.
         if isinstance(self.augmentation, RandomView):
             u = torch.rand(2, len(index), self.augmentation.numbers, device=x.device)  # of the whole batch
-            views = self._view(x, self.group.part(u, 1).flatten(0, 1))
+            views = self._view(x, self._part(u, 1).flatten(0, 1))
         else:
             x = in_unit_range(x)
             with self._numbers_of_rank():
@@ -390,8 +403,8 @@ class Training:
         self._begin_steps()
         self.on_notice(
             f"The device is out of memory: each step of {n} images now goes in {self.parts} parts, whose gradients are "
-            f"added up. Batch norm and the weights of hard samples see one part at a time. A batch_size of "
-            f"{n // 2}, or a smaller image_size, would do without."
+            "added up. Batch norm, the weights of hard samples and the evenness of clusters see one part at a time. "
+            f"A batch_size of {n // 2}, or a smaller image_size, would do without."
         )
 
     def _two_views(self, x: Tensor, u: Tensor) -> Tensor:
@@ -409,9 +422,8 @@ class Training:
         self.optimiser.zero_grad()
         losses = torch.zeros(3, device=self.device)
         keys: list[Keys] = []
-        own = self.group.part(index)
-        lot = 2 if self._in_pairs(active) else 1  # images that stay together
-        in_lots = (x.unflatten(0, (-1, lot)).tensor_split(self.parts) for x in (*views.chunk(2), own))
+        own = self._part(index)
+        in_lots = (x.unflatten(0, (-1, self._lot)).tensor_split(self.parts) for x in (*views.chunk(2), own))
         split = ([part.flatten(0, 1) for part in parts] for parts in in_lots)
         try:
             for query, key, some in zip(*split, strict=True):
@@ -445,7 +457,7 @@ class Training:
             # The twin needs nothing of the encoder and has no gradient: it runs beside it. Not where either waits for
             # other processes, which would have to meet them in the same order.
             with self.engine.beside(self.settings.contrast == "moco" and self.group.alone) as meet:
-                k = self._keys(key, index)
+                k = self._keys(key, index, len(batch))
             try:
                 h, q = self._encode(query)
             finally:
@@ -469,7 +481,7 @@ class Training:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Of each task's losses, which are means over this rank's part of the batch ``index``, the share in those over
         the whole: their sums over the ranks."""
-        part = self.group.part(index)
+        part = self._part(index)
         mean = torch.full_like(l_ids, len(part) / len(index))
         weighted = mean.clone()
         if self.settings.hard_samples and active:
@@ -509,8 +521,9 @@ class Training:
         l_ids, pulls, l_cds = zip(*losses, strict=True)
         return torch.stack(l_ids), torch.stack(pulls), torch.stack(l_cds)
 
-    def _keys(self, view: Tensor, index: Tensor) -> dict[str, Tensor]:
-        """k for each projection (n x d): the only place where the contrastive methods differ."""
+    def _keys(self, view: Tensor, index: Tensor, n_batch: int) -> dict[str, Tensor]:
+        """k for each projection (n x d): the only place where the contrastive methods differ. ``n_batch``: images
+        of the step on all ranks."""
         learner = self.learner
         if self.settings.contrast == "simclr":
             return self._encode(view)[1]
@@ -519,23 +532,23 @@ class Training:
         assert self._encode_key is not None
         with torch.no_grad():
             if self._local_norms:
-                return self._keys_by_others(view)
+                return self._keys_by_others(view, n_batch)
             if self.settings.batch_norm_groups == 1:
                 return self._encode_key(view)[1]
             shuffle = torch.randperm(len(view), device=view.device)  # other neighbours in the batch than q had
             back = shuffle.argsort()
             return {name: k[back] for name, k in self._encode_key(view[shuffle])[1].items()}
 
-    def _keys_by_others(self, view: Tensor) -> dict[str, Tensor]:
+    def _keys_by_others(self, view: Tensor, n: int) -> dict[str, Tensor]:
         """The keys of this rank's views, made by random ranks: among other neighbours than the queries have."""
         assert self._encode_key is not None
-        n, group = self._batches()[1], self.group
+        group = self.group
         shuffle = torch.randperm(n, device=view.device)
         group.share([shuffle])
         views = self._by_image(view)  # an image's views stay together
-        k = self._encode_key(self._by_view(group.part(group.gather(views, n)[shuffle])))[1]
+        k = self._encode_key(self._by_view(self._part(self._gather(views, n)[shuffle])))[1]
         back = shuffle.argsort()
-        return {name: self._by_view(group.part(group.gather(self._by_image(x), n)[back])) for name, x in k.items()}
+        return {name: self._by_view(self._part(self._gather(self._by_image(x), n)[back])) for name, x in k.items()}
 
     def _by_image(self, x: Tensor) -> Tensor:
         """n images x their views x ..., of all first views and then all second."""
@@ -579,7 +592,8 @@ class Training:
         l_cd = core.cluster_loss(logits, core.memory_assignment(bank))
         if in_pairs:
             p = logits.softmax(1)
-            mean = self.group.sum(p.detach().sum(0)) / (self.group.size * len(p))
+            total = self.group.sum(F.pad(p.detach(), (0, 1), value=1.0).sum(0))  # with the number of samples
+            mean = total[:-1] / total[-1]
             l_cd = l_cd + core.neighbour_loss(p) + settings.balance * core.imbalance_loss(p, mean)
         return w * l_id, pull / len(y), l_cd / len(y)
 
@@ -602,7 +616,7 @@ class Training:
             m, n_views = self.momentum, 2 if self.settings.symmetric else 1
             for i, name in enumerate(k):  # one vector an image, however many of its views were met
                 met = q[name].unflatten(0, (n_views, -1)).mean(0)
-                k[name] = self.group.gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
+                k[name] = self._gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
                 before = learner.stored_keys[i, index]
                 learner.stored_keys[i, index] = torch.where(spoiled, before, k[name])
         else:
@@ -618,7 +632,7 @@ class Training:
         if self.group.alone:
             return k
         together = torch.stack([self._by_image(x) for x in k.values()], dim=1)  # n x projections x views x d
-        return dict(zip(k, map(self._by_view, self.group.gather(together, n).unbind(1)), strict=True))
+        return dict(zip(k, map(self._by_view, self._gather(together, n).unbind(1)), strict=True))
 
     # ---- label refresh ---------------------------------------------------------------------------
 
