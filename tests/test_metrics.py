@@ -174,7 +174,8 @@ def row_of(epoch=10, spread=0.8, sizes=(25, 25, 25, 25)):
 
 def say(row, semantic=True, **changes):
     row = row if semantic else row | {"churn": math.nan}  # no clusters were learned yet
-    return list(complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes})).values())
+    rate = changes.pop("learning_rate", 0.06)
+    return list(complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes}), rate).values())
 
 
 def test_a_healthy_run_gives_no_complaint():

@@ -137,6 +137,12 @@ def test_the_learning_rate_rises_and_falls_to_zero_and_once_more_with_the_cluste
     assert training.optimiser.param_groups[0]["lr"].item() == pytest.approx(row["learning_rate"])
 
 
+@pytest.mark.parametrize("batch_size, rate", [(256, 0.12), (64, 0.06), (49, 0.052), (1024, 0.24)])
+def test_the_learning_rate_follows_the_size_of_a_batch(batch_size, rate):
+    assert started(batch_size=batch_size).peak_rate == rate
+    assert started(batch_size=batch_size, learning_rate=0.5).peak_rate == 0.5
+
+
 def test_batches_follow_the_number_of_images():
     assert started(40, batch_size=None).batch_size == 32
     assert started(40, batch_size=7).batch_size == 7

@@ -44,8 +44,9 @@ class Settings:
     learning rate decayed at the end. Reading the images and the report come on top."""
     batch_size: int | None = setting(None, low=2)
     """Images a step. None: 256, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
-    learning_rate: float = setting(0.12, low=0)
-    """Peak learning rate of SGD; it decays to 0 along a cosine until the clusters start, see also cluster_rate."""
+    learning_rate: float | None = setting(None, low=0)
+    """Peak learning rate of SGD; it decays to 0 along a cosine until the clusters start, see also cluster_rate. None:
+    0.12 for batches of 256, and in proportion to the square root of their size."""
     weight_decay: float = setting(5e-4, low=0)
     """Weight decay of SGD."""
     warmup_epochs: int = setting(3, low=0)

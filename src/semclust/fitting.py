@@ -183,7 +183,7 @@ class Fitting:
 
     def complain(self, row: dict[str, Any], aloud: bool = True) -> None:
         """Warn of what is wrong with an epoch; of each thing once, in the first epoch that it is seen in."""
-        for what, message in metrics.complaints(row, self.settings).items():
+        for what, message in metrics.complaints(row, self.settings, self.training.peak_rate).items():
             if what not in self.complained:
                 self.complained.add(what)
                 self.warnings.append(message)
@@ -291,7 +291,7 @@ class Fitting:
 
     def lower_rate(self, error: NotFiniteError) -> None:
         """Go back to the last good checkpoint, or to the start, with a lower learning rate; the second time, end."""
-        rate = self.settings.learning_rate
+        rate = self.training.peak_rate
         if self.training.rate_factor < 1:
             raise TrainingError(
                 f"{error} The learning rate had been lowered before, to {rate * LOWER_RATE:.2g}, which did not help. "
@@ -311,7 +311,7 @@ class Fitting:
         self.warn(f"{error} {self.lower_rate_in_words()} It went on from epoch {self.training.epoch}.")
 
     def lower_rate_in_words(self) -> str:
-        rate = self.settings.learning_rate
+        rate = self.training.peak_rate
         return f"The learning rate was lowered from {rate} to {rate * LOWER_RATE:.2g}, since steps were not finite."
 
     def check_images(self) -> None:

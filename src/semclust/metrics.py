@@ -79,13 +79,14 @@ def spread(q: Tensor) -> float:
     return 1 - q.mean(0).square().sum().item()
 
 
-def complaints(row: dict[str, Any], settings: Settings) -> dict[str, str]:
-    """What is wrong with an epoch's figures: a word for it, and a message with the figures and the next step."""
+def complaints(row: dict[str, Any], settings: Settings, rate: float) -> dict[str, str]:
+    """What is wrong with an epoch's figures: a word for it, and a message with the figures and the next step.
+    ``rate``: the peak learning rate."""
     semantic = not math.isnan(row["churn"])  # clusters have been learned for at least an epoch
     found = {}
     # Not in the first epochs: the statistics that batch norm uses without augmentation are only forming.
     if row["spread"] < COLLAPSED_SPREAD and row["epoch"] >= 3:
-        advice = [f"a learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})"]
+        advice = [f"a learning_rate of {rate / 3:.2g} (now {rate})"]
         advice += ["momentum 0.99"] if settings.momentum is not None and settings.momentum < 0.99 else []
         advice += ["warmup_epochs 3"] if settings.warmup_epochs < 3 else []
         advice += ["projection_norm"] if not settings.projection_norm else []
@@ -104,7 +105,7 @@ def complaints(row: dict[str, Any], settings: Settings) -> dict[str, str]:
         found["skipped steps"] = (
             f"The loss or gradient was not finite in {plural(row['skipped_steps'], 'step')} of epoch {row['epoch']}, "
             "which changed nothing. metrics.csv counts what is skipped (skipped_steps). Should there be many, try a "
-            f"learning_rate of {settings.learning_rate / 3:.2g} (now {settings.learning_rate})."
+            f"learning_rate of {rate / 3:.2g} (now {rate})."
         )
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.epochs and empty:

@@ -115,6 +115,11 @@ def usual_batch_size(n_images: int) -> int:
     return max(32, min(256, n_images // STEPS_AN_EPOCH))
 
 
+def usual_rate(batch_size: int) -> float:
+    """The noise of a batch's gradient falls with the root of its size. Rounded as people would write it down."""
+    return float(f"{0.12 * math.sqrt(batch_size / 256):.2g}")
+
+
 def plan_batches(n_images: int, batch_size: int) -> tuple[int, int]:
     """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2."""
     n_batches = min(math.ceil(n_images / batch_size), n_images // 2)
@@ -165,6 +170,7 @@ class Training:
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
         self.batch_size = settings.batch_size or usual_batch_size(self.n_images)
+        self.peak_rate = usual_rate(self.batch_size) if settings.learning_rate is None else settings.learning_rate
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
         with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, self.image_shape, self.n_images)
@@ -359,7 +365,7 @@ class Training:
         else:
             peak, progress = settings.cluster_rate, (epoch - begins) / max(1, settings.epochs - begins)
         fall = 0.5 * (1 + math.cos(math.pi * progress))
-        return self.rate_factor * settings.learning_rate * peak * rise * fall
+        return self.rate_factor * self.peak_rate * peak * rise * fall
 
     def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
         """One optimiser step on the batch ``index``: L, L_ID, L_CD. x: its images (n x c x H x W bytes)."""
