@@ -733,7 +733,7 @@ def test_a_run_of_before_there_were_checksums_is_resumed(run, unbroken):
         finish(run, Heard({5: lambda: (_ for _ in ()).throw(KeyboardInterrupt)}))
     tensors, epoch = run.read_checkpoint()
     earlier = {name: value for name, value in tensors.items() if name.startswith(("learner.", "velocity."))}
-    run.checkpoint.write_bytes(save(earlier, metadata={"about": json.dumps({"format": 1, "epoch": epoch})}))
+    run.checkpoint.write_bytes(save(earlier, metadata={"about": json.dumps({"format": 2, "epoch": epoch})}))
     run.previous.unlink()
     rows = [{name: row[name] for name in row if name != "skipped_steps"} for row in run.read_metrics()]
     run.write_metrics(metrics_csv(rows).encode())

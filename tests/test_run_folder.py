@@ -94,7 +94,7 @@ def test_opening_what_is_no_run_folder_is_an_error(tmp_path, run):
 
 
 def test_the_config_comes_back_with_its_versions(run):
-    assert run.read_config() == {"format": 1, "semclust": __version__, "data": "photos", "settings": {}}
+    assert run.read_config() == {"format": 2, "semclust": __version__, "data": "photos", "settings": {}}
 
 
 @pytest.mark.parametrize("number", [0, 2, "1", None])
@@ -198,7 +198,7 @@ def test_a_checkpoint_comes_back(run):
     assert epoch == 17 and tensors["w"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("about", [{}, {"format": 1}, {"format": 2, "epoch": 3}, {"format": 1, "epoch": "3"}])
+@pytest.mark.parametrize("about", [{}, {"format": 2}, {"format": 3, "epoch": 3}, {"format": 2, "epoch": "3"}])
 def test_a_checkpoint_of_another_format_is_refused(run, about):
     write_tensors(run.checkpoint, {"w": torch.ones(1)}, about)
     with pytest.raises(DamagedFileError, match=r"last\.ckpt"):

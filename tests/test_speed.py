@@ -149,3 +149,17 @@ def test_every_call_times_a_whole_epoch_of_steps(monkeypatch):
     for number in (1, 2):
         speed.seconds_of_steps(training, CPU)
         assert len(steps) == number * 3
+
+
+def test_the_plain_script_learns_what_the_last_phase_does_also_from_odd_batches(monkeypatch):
+    seen = []
+    learn = Training._learn_from
+    monkeypatch.setattr(
+        Training,
+        "_learn_from",
+        lambda self, active, views, index: seen.append((active, len(index))) or learn(self, active, views, index),
+    )
+    settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4, batch_size=17)
+    pixels = np.zeros((70, 8, 8, 3), np.uint8)
+    assert speed.plain_speed(settings, pixels, CPU) > 0
+    assert set(seen) == {(("cluster", "under"), 16)}

@@ -128,7 +128,7 @@ def test_the_learning_rate_rises_and_falls_to_zero_and_once_more_with_the_cluste
     for step, rate in enumerate(rates[:-1]):
         epoch = step / 10
         first = 0.25 * (1 + math.cos(math.pi * epoch / max(1, begins)))
-        second = 0.4 * 0.25 * (1 + math.cos(math.pi * (epoch - begins) / max(1, 8 - begins)))
+        second = (0.4 if begins else 1.0) * 0.25 * (1 + math.cos(math.pi * (epoch - begins) / max(1, 8 - begins)))
         cosine = first if epoch < begins else second
         assert rate == pytest.approx(cosine if epoch >= warmup else cosine * (epoch + 0.01) / warmup)
     assert rates[79] < 2e-3
@@ -137,10 +137,12 @@ def test_the_learning_rate_rises_and_falls_to_zero_and_once_more_with_the_cluste
     assert training.optimiser.param_groups[0]["lr"].item() == pytest.approx(row["learning_rate"])
 
 
-@pytest.mark.parametrize("batch_size, rate", [(256, 0.12), (64, 0.06), (49, 0.052), (1024, 0.24)])
+@pytest.mark.parametrize("batch_size, rate", [(256, 0.12), (64, 0.06), (49, 0.052), (1024, 0.15)])
 def test_the_learning_rate_follows_the_size_of_a_batch(batch_size, rate):
-    assert started(batch_size=batch_size).peak_rate == rate
-    assert started(batch_size=batch_size, learning_rate=0.5).peak_rate == 0.5
+    """The size that it has, not the one that was asked for."""
+    n = 400 if batch_size == 1024 else batch_size
+    assert started(n, batch_size=batch_size).peak_rate == rate
+    assert started(n, batch_size=batch_size, learning_rate=0.5).peak_rate == 0.5
 
 
 def test_batches_follow_the_number_of_images():
@@ -710,7 +712,9 @@ def test_small_clusters_are_merged_away():
     assert min(sizes[0.9]) > 0
 
 
-@pytest.mark.parametrize("changes", [FROM_THE_START, dict(cluster_from=0.3, over_from=0.0)], ids=["random", "guided"])
+@pytest.mark.parametrize(
+    "changes", [FROM_THE_START, dict(cluster_from=0.3, over_from=0.0)], ids=["random", "partition"]
+)
 def test_swaps_are_counted(changes):
     training = started(epochs=10, **changes)
     history = {name: [task.y.tolist()] for name, task in training.learner.tasks.items()}
@@ -1231,3 +1235,11 @@ def test_training_rounds_where_the_device_computes_in_bfloat16_unless_told_not_t
     )
     assert training.precision._enabled == rounds
     assert np.isfinite(training.run_epoch()[0]["loss"])
+
+
+def test_an_image_that_is_met_twice_in_a_batch_keeps_its_last_vector():
+    training = started(contrast="instance-memory", momentum=0.0, neighbours=0, tasks=("cluster", "instance"))
+    index = torch.tensor([3, 5, 3, 7])
+    q = F.normalize(torch.randn(4, 8), dim=1)
+    training._remember(index, {"shared": q}, {"shared": torch.zeros(4, 8)}, (), torch.tensor(False))
+    assert_close(training.learner.stored_keys[0, [3, 5, 7]], q[[2, 1, 3]])

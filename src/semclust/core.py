@@ -141,13 +141,14 @@ def cluster_loss(logits: Tensor, p_memory: Tensor) -> Tensor:
     return -(p_memory.detach() * F.log_softmax(logits, dim=1)).sum(1)
 
 
-def neighbour_loss(p: Tensor) -> Tensor:
-    """-log sum_j p_ij p_i'j for each sample i and its neighbour i': n. Rows 2i and 2i + 1 of p (n x C) are neighbours.
+def neighbour_loss(logits: Tensor) -> Tensor:
+    """-log sum_j p_ij p_i'j for each sample i and its neighbour i': n. Rows 2i and 2i + 1 of ``logits`` (n x C)
+    are neighbours.
 
     The chance that both are in one cluster; after Van Gansbeke et al. (2020, "SCAN"). Not in the paper.
     """
-    one, other = p.unflatten(0, (-1, 2)).unbind(1)
-    return -(one * other).sum(1).clamp(min=1e-8).log().repeat_interleave(2)
+    log_p = F.log_softmax(logits, dim=1).unflatten(0, (-1, 2))
+    return -log_p.sum(1).logsumexp(1).repeat_interleave(2)
 
 
 def imbalance_loss(p: Tensor, mean: Tensor) -> Tensor:

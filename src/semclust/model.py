@@ -19,7 +19,8 @@ from semclust.core import SemanticMemory, bank_size
 from semclust.devices import computes_in_bfloat16
 from semclust.partition import cluster_means
 
-START_ROUNDS = 30  # of a classifier that learns a partition
+START_STEPS, START_MOMENTUM = 200, 0.9  # of a classifier that learns a partition
+START_PROBABILITIES = 2**27  # at once
 START_DECAY = 1e-4  # of its weights, which would grow without end where the clusters can be told apart
 
 
@@ -127,24 +128,28 @@ class LinearClassifier(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.linear.weight) / self.tau + self.linear.bias
 
+    @torch.no_grad()
     def start_from(self, x: Tensor, y: Tensor) -> None:
-        """Learn the clusters y of the features x (N x d) by logistic regression, from weights that point from the
-        mean of all features to the mean of each cluster."""
-        with torch.no_grad():
-            mean = x.mean(0)
-            self.linear.weight.copy_(F.normalize(cluster_means(x, y, len(self.linear.bias))[0] - mean, dim=1))
-            self.linear.bias.copy_(-(self.linear.weight @ mean) / self.tau)
-        optimiser = torch.optim.LBFGS(self.parameters(), max_iter=START_ROUNDS, line_search_fn="strong_wolfe")
-
-        @torch.enable_grad()
-        def loss() -> Tensor:
-            optimiser.zero_grad()
-            value = F.cross_entropy(self(x), y) + START_DECAY * self.linear.weight.square().sum()
-            value.backward()
-            return value
-
-        optimiser.step(loss)
-        optimiser.zero_grad()
+        """Learn the clusters y of the features x (N x d) by logistic regression, from weights that point from the mean
+        of all features to the mean of each cluster. By steps of one size, whose result changes little where rounding
+        changes x a little; the features are centred for them, as all lie to one side. Of very many images and clusters
+        every second one, or fewer, is enough."""
+        weight, bias, C = self.linear.weight, self.linear.bias, len(self.linear.bias)
+        every = math.ceil(len(x) * C / START_PROBABILITIES)
+        x, y = x[::every], y[::every]
+        mean = x.mean(0)
+        x = (x - mean) / self.tau
+        weight.copy_(F.normalize(cluster_means(x, y, C)[0], dim=1))
+        bias.zero_()
+        largest = 0.5 * (1 + x.square().sum(1).mean())  # no second derivative of the cross entropy is larger
+        velocity, velocity_bias = torch.zeros_like(weight), torch.zeros_like(bias)
+        for _ in range(START_STEPS):
+            error = (F.linear(x, weight, bias).softmax(1) - F.one_hot(y, C)) / len(x)
+            velocity.mul_(START_MOMENTUM).add_(error.T @ x + START_DECAY * weight)
+            velocity_bias.mul_(START_MOMENTUM).add_(error.sum(0))
+            weight.sub_(velocity / largest)
+            bias.sub_(velocity_bias / largest)
+        bias.sub_(weight @ mean / self.tau)
 
     @torch.no_grad()
     def choose_nearest(self, x: Tensor, y: Tensor) -> None:

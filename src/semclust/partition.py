@@ -14,7 +14,8 @@ CHUNK = 8192  # images at once, so that memory does not grow with N x p
 DISTANCES_AT_ONCE = 2**23
 CENTRES = 500  # of all restarts of k-means together
 LANDMARKS = 1000
-ROWS, COLUMNS = 1024, 65_536  # of similarities at once, when neighbours are sought
+CANDIDATES = 2**18  # images among which neighbours are sought
+ROWS, COLUMNS = 1024, 2**16  # of similarities at once
 SAMPLE = 20_000  # images among which landmarks are sought
 
 
@@ -82,18 +83,21 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
 
 
 def nearest_neighbours(x: Tensor, k: int) -> Tensor:
-    """Of each unit vector of x (N x d), the k nearest others: N x k."""
+    """Of each unit vector of x (N x d), the k nearest others: N x k. Of very many, the nearest of a random sample, so
+    that the cost grows with N, not with its square."""
+    some = torch.arange(len(x), device=x.device)
+    if len(x) > CANDIDATES:
+        some = torch.randperm(len(x), device=x.device)[:CANDIDATES]
     found = []
     for first in range(0, len(x), ROWS):
         rows = x[first : first + ROWS]
-        closest, which = rows.new_empty(len(rows), 0), torch.empty(len(rows), 0, dtype=torch.long, device=x.device)
-        for start in range(0, len(x), COLUMNS):
-            closeness = rows @ x[start : start + COLUMNS].T
-            number = torch.arange(start, start + closeness.shape[1], device=x.device)
-            itself = number == torch.arange(first, first + len(rows), device=x.device)[:, None]
-            closest = torch.cat([closest, closeness.masked_fill(itself, -torch.inf)], dim=1)
-            which = torch.cat([which, number.expand_as(closeness)], dim=1)
-            closest, best = closest.topk(min(k, closest.shape[1]), dim=1)
+        own = torch.arange(first, first + len(rows), device=x.device)[:, None]
+        near, which = rows.new_empty(len(rows), 0), own[:, :0]
+        for candidates in some.split(COLUMNS):
+            closeness = (rows @ x[candidates].T).masked_fill_(candidates == own, -torch.inf)
+            closest = closeness.topk(min(k, len(candidates)), dim=1)
+            near, which = torch.cat([near, closest.values], 1), torch.cat([which, candidates[closest.indices]], 1)
+            near, best = near.topk(min(k, near.shape[1]), dim=1)
             which = which.gather(1, best)
         found.append(which)
     return torch.cat(found)

@@ -21,7 +21,7 @@ from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, chan
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 from semclust.train import Learner, in_unit_range
 
-FORMAT = 1
+FORMAT = 2
 BATCH = 512
 LARGEST = 1024  # side in pixels, as of the setting image_size
 

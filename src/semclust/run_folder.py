@@ -34,7 +34,7 @@ from semclust.errors import DamagedFileError, InputError, plural
 from semclust.groups import FILE, Groups
 from semclust.storage import PART, WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
 
-FORMAT = 1
+FORMAT = 2
 ROWS_AT_ONCE = 8192
 OF_A_FIT = (  # files that nothing else writes
     "config.json",

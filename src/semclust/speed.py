@@ -24,7 +24,7 @@ from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
-from semclust.train import Training
+from semclust.train import Training, pairs_neighbours
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
 BASELINE_STEPS, BASELINE_WARM_UP = 30, 5
@@ -71,6 +71,8 @@ def measure_speed(
     # As in the last phase of a run, when the clusters are learned.
     begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs]
     training.epoch = 1 + max(begins, default=0)
+    if pairs_neighbours(settings):  # which a run would have found by then
+        training.learner.neighbours.random_(n_images)
     refresh: list[float] = []
     timed_refresh(training, refresh, device)
     whole = []
@@ -222,10 +224,11 @@ def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) ->
     )
     training.engine.records = False
     training.engine.second_stream = None
+    training.epoch = max(0, settings.epochs - 1)
     training._begin_steps()
-    phase = tuple(training.learner.tasks)
+    phase = training._learned_in(training.epoch)
     workers = min(BASELINE_WORKERS, os.cpu_count() or 1)
-    n = training.batch_size
+    n = training.batch_size // training._lot * training._lot
     n_steps = min(BASELINE_STEPS + BASELINE_WARM_UP, math.ceil(len(pixels) / n))
     loader = DataLoader(PillowViews(pixels), n, shuffle=True, drop_last=True, num_workers=workers)
     times = []

@@ -136,7 +136,7 @@ def check_shares(settings: Settings, n_images: int, group: Group) -> None:
     if n // group.size < fewest:
         raise InputError(
             f"{group} for batches of {n} images, which leaves a process {n // group.size}; expected at least {fewest} "
-            "for each. Start fewer processes, or choose a larger --batch-size."
+            "for each, a pair where neighbours are learned. Start fewer processes, or choose a larger --batch-size."
         )
     if settings.batch_norm_groups > 1:
         raise InputError(
@@ -170,7 +170,7 @@ class Training:
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
         self.batch_size = settings.batch_size or usual_batch_size(self.n_images)
-        self.peak_rate = usual_rate(self.batch_size) if settings.learning_rate is None else settings.learning_rate
+        self.peak_rate = usual_rate(self._batches()[1]) if settings.learning_rate is None else settings.learning_rate
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
         with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, self.image_shape, self.n_images)
@@ -363,7 +363,8 @@ class Training:
         if epoch < begins:
             peak, progress = 1.0, epoch / begins
         else:
-            peak, progress = settings.cluster_rate, (epoch - begins) / max(1, settings.epochs - begins)
+            peak = settings.cluster_rate if begins else 1.0
+            progress = (epoch - begins) / max(1, settings.epochs - begins)
         fall = 0.5 * (1 + math.cos(math.pi * progress))
         return self.rate_factor * self.peak_rate * peak * rise * fall
 
@@ -600,7 +601,7 @@ class Training:
             p = logits.softmax(1)
             total = self.group.sum(F.pad(p.detach(), (0, 1), value=1.0).sum(0))  # with the number of samples
             mean = total[:-1] / total[-1]
-            l_cd = l_cd + core.neighbour_loss(p) + settings.balance * core.imbalance_loss(p, mean)
+            l_cd = l_cd + core.neighbour_loss(logits) + settings.balance * core.imbalance_loss(p, mean)
         return w * l_id, pull / len(y), l_cd / len(y)
 
     def _classifier_sees(self, h: Tensor, q: Tensor) -> Tensor:
@@ -623,8 +624,12 @@ class Training:
             for i, name in enumerate(k):  # one vector an image, however many of its views were met
                 met = q[name].unflatten(0, (n_views, -1)).mean(0)
                 k[name] = self._gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
-                before = learner.stored_keys[i, index]
-                learner.stored_keys[i, index] = torch.where(spoiled, before, k[name])
+                # An image that is met twice, as a neighbour of another, keeps the last of its vectors: writes of
+                # different values to one place have no order.
+                last = (
+                    (index == index[:, None]).long().mul(torch.arange(1, 1 + len(index), device=index.device)).argmax(1)
+                )
+                learner.stored_keys[i, index] = torch.where(spoiled, learner.stored_keys[i, index], k[name][last])
         else:
             k = self._keys_of_all(k, len(index))
             index = index.repeat(2) if self.settings.symmetric else index
@@ -753,8 +758,9 @@ class Training:
     @property
     def keeps_pooled(self) -> bool:
         """Whether the label refresh needs the pooled features h of all images."""
-        partitioned = any(task.plan.begins > 0 for task in self.learner.tasks.values())
-        return self.settings.classifier_input == "pooled" or self.clusters_anew or partitioned
+        if self.settings.classifier_input == "pooled":
+            return True
+        return not self.instance_alone and any(task.plan.begins > 0 for task in self.learner.tasks.values())
 
     @torch.no_grad()
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -24,7 +24,7 @@ METHODS: dict[Name, Method] = {
     "paper": Method("semclust, paper", "paper"),
     "k-means": Method("k-means on pixels", by="k-means"),
     "moco": Method("instance contrast (MoCo) + k-means", changes={"tasks": ("instance",)}),
-    "deepcluster": Method("DeepCluster + k-means", by="deepcluster"),
+    "deepcluster": Method("DeepCluster + k-means", changes={"tasks": ("instance",)}, by="deepcluster"),
 }
 COMPARED: tuple[Name, ...] = ("default", "k-means", "moco", "deepcluster", "paper")
 

@@ -42,7 +42,7 @@ def phases(settings: Settings, n_images: int) -> list[dict[str, Any]]:
     plans = plan_tasks(settings, n_images)
     marks = []
     if "over" in plans:
-        marks.append((plans["over"].begins, f"{plans['over'].n_clusters} fine clusters join"))
+        marks.append((plans["over"].begins, f"{plans['over'].n_clusters} fine clusters join, until the clusters start"))
     if "cluster" in settings.tasks:
         marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters start"))
     return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.epochs]
