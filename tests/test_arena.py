@@ -78,7 +78,7 @@ def test_the_rows_have_the_settings_they_say(compared):
     assert all(s["n_clusters"] == 10 and s["random_state"] == 1 and s["epochs"] == 4 for s in stored.values())
     assert stored["paper"]["temperature"] == preset("paper")["temperature"] and stored["paper"]["width"] == 2
     assert stored["moco"] == stored["default"] | {"tasks": ["instance"]}
-    assert stored["deepcluster"] == stored["default"]
+    assert stored["deepcluster"] == stored["moco"]
 
 
 def test_the_table_in_markdown(compared):

@@ -641,7 +641,7 @@ def test_a_folder_without_a_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda about: about.update(format=2),
+        lambda about: about.update(format=99),
         lambda about: about.pop("format"),
         lambda about: about.pop("settings"),
         lambda about: about.pop("image_shape"),
