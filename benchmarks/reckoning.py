@@ -4,7 +4,7 @@ python benchmarks/reckoning.py prints them. Measured is what LOG.md says of one 
 32 x 32 x 3); assumed is what the wires carry.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 # Measured, seconds an image
 STEP = 1.092 / 60_000  # recorded and compiled
@@ -76,14 +76,13 @@ def refresh_seconds(images: int, gpus: int) -> float:
     return images / gpus * FEATURES + gathered + images * LABELS + labels
 
 
-def first_gpu_bytes(images: int, gpus: int) -> float:
-    """Of the first rank during a label refresh: labels and swaps, order, features of its part and of all, p."""
-    part = 4 * DIMENSION * images / gpus if gpus > 1 else 0.0
-    return 16 * WEIGHTS + images * (12 * TASKS + 8 + 4 * DIMENSION + 4 * CLUSTERS) + part
-
-
-def other_gpu_bytes(images: int, gpus: int) -> float:
-    return 16 * WEIGHTS + images * (12 * TASKS + 8) + 4 * DIMENSION * images / gpus
+def paper_gpu_bytes(images: int, gpus: int, first: bool) -> float:
+    """Of a rank during a label refresh: labels and swaps, order, features of its part. The first also has those of all,
+    which are its part where it is alone, and p."""
+    an_image = 4 * DIMENSION / gpus
+    if first:
+        an_image = (an_image if gpus > 1 else 0.0) + 4 * DIMENSION + 4 * CLUSTERS
+    return 16 * WEIGHTS + images * (12 * TASKS + 8 + an_image)
 
 
 def default_gpu_bytes(images: int, gpus: int, first: bool) -> float:
@@ -99,6 +98,17 @@ def default_gpu_bytes(images: int, gpus: int, first: bool) -> float:
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
     header = list(header)
     return [f"| {' | '.join(row)} |" for row in (header, ["---"] * len(header), *rows)]
+
+
+def memory_table(gpu_bytes: Callable[[int, int, bool], float], several: Iterable[int]) -> list[str]:
+    """Of the first GPU and of the others, by their number and that of the images."""
+
+    def cell(images: int, gpus: int) -> str:
+        others = in_bytes(gpu_bytes(images, gpus, False)) if gpus > 1 else "-"
+        return f"{in_bytes(gpu_bytes(images, gpus, True))} / {others}"
+
+    header = ["GPUs", *(f"{images:,}: first / others" for images in IMAGES)]
+    return table(header, ([str(gpus), *(cell(images, gpus) for images in IMAGES)] for gpus in several))
 
 
 def in_bytes(number: float) -> str:
@@ -147,30 +157,8 @@ def tables() -> dict[str, list[str]]:
             ["GPUs", *(f"{images:,}" for images in IMAGES)],
             ([str(gpus), *(in_time(refresh_seconds(images, gpus)) for images in IMAGES)] for gpus in GPUS),
         ),
-        "memory": table(
-            ["GPUs", *(f"{images:,}: first / others" for images in IMAGES)],
-            (
-                [str(gpus)]
-                + [
-                    f"{in_bytes(first_gpu_bytes(images, gpus))} / "
-                    + (in_bytes(other_gpu_bytes(images, gpus)) if gpus > 1 else "-")
-                    for images in IMAGES
-                ]
-                for gpus in GPUS
-            ),
-        ),
-        "memory, default": table(
-            ["GPUs", *(f"{images:,}: first / others" for images in IMAGES)],
-            (
-                [str(gpus)]
-                + [
-                    f"{in_bytes(default_gpu_bytes(images, gpus, first=True))} / "
-                    + (in_bytes(default_gpu_bytes(images, gpus, first=False)) if gpus > 1 else "-")
-                    for images in IMAGES
-                ]
-                for gpus in (1, 8, 64)
-            ),
-        ),
+        "memory": memory_table(paper_gpu_bytes, GPUS),
+        "memory, default": memory_table(default_gpu_bytes, (1, 8, 64)),
         "host": table(
             ["", *(f"{images:,}" for images in IMAGES)],
             [

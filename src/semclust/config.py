@@ -159,6 +159,11 @@ class Settings:
     compile: bool = True
     """Record the steps on a GPU, and compile them where the run is long enough to pay for that."""
 
+    @property
+    def learns_pairs(self) -> bool:
+        """Whether the clusters are learned from pairs of neighbours."""
+        return self.neighbours > 0 and "cluster" in self.tasks
+
 
 def preset(name: str) -> dict[str, Any]:
     """The settings that the preset ``name`` changes: ``SemanticClusterer(**preset("paper"))``."""
@@ -244,7 +249,7 @@ def check(settings: Settings, as_flags: bool = False) -> None:
             if (low is not None and value < low) or (high is not None and value > high):
                 bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
                 raise InputError(f"{told}: expected a number {bounds}.")
-    if settings.neighbours and settings.cluster_from == 0 and "cluster" in settings.tasks:
+    if settings.learns_pairs and settings.cluster_from == 0:
         raise InputError(
             f"{named('neighbours', settings.neighbours)} with {named('cluster_from', settings.cluster_from)}: expected "
             f"{named('neighbours', 0)} there, since no features are learned yet by which images could be near, or "

@@ -24,7 +24,7 @@ from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
-from semclust.train import Training, pairs_neighbours
+from semclust.train import Training
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
 BASELINE_STEPS, BASELINE_WARM_UP = 30, 5
@@ -71,7 +71,7 @@ def measure_speed(
     # As in the last phase of a run, when the clusters are learned.
     begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs]
     training.epoch = 1 + max(begins, default=0)
-    if pairs_neighbours(settings):  # which a run would have found by then
+    if settings.learns_pairs:  # which a run would have found by then
         training.learner.neighbours.random_(n_images)
     refresh: list[float] = []
     timed_refresh(training, refresh, device)

@@ -65,7 +65,7 @@ class Learner(nn.Module):
         if settings.contrast == "instance-memory":  # an empty key is the zero vector, as in SemanticMemory
             self.register_buffer("stored_keys", torch.zeros(len(projections), n_images, dim))
 
-        if pairs_neighbours(settings):  # in 4 bytes: there are many
+        if settings.learns_pairs:  # in 4 bytes: there are many
             # In a cluster of its fair size, all of them should be a small part.
             k = max(1, min(settings.neighbours, n_images // (4 * settings.n_clusters)))
             self.register_buffer("neighbours", torch.zeros(n_images, k, dtype=torch.int32))
@@ -106,11 +106,6 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     return plans
 
 
-def pairs_neighbours(settings: Settings) -> bool:
-    """Whether clusters are learned from pairs of neighbours."""
-    return settings.neighbours > 0 and "cluster" in settings.tasks
-
-
 def usual_batch_size(n_images: int) -> int:
     return max(32, min(256, n_images // STEPS_AN_EPOCH))
 
@@ -132,7 +127,7 @@ def check_shares(settings: Settings, n_images: int, group: Group) -> None:
         return
     n = plan_batches(n_images, settings.batch_size or usual_batch_size(n_images))[1]
     # Batch norm of one image is 0, and a pair is two.
-    fewest = 2 if settings.batch_norm == "local" or pairs_neighbours(settings) else 1
+    fewest = 2 if settings.batch_norm == "local" or settings.learns_pairs else 1
     if n // group.size < fewest:
         raise InputError(
             f"{group} for batches of {n} images, which leaves a process {n // group.size}; expected at least {fewest} "
@@ -334,7 +329,7 @@ class Training:
 
     def _in_pairs(self, active: tuple[str, ...]) -> bool:
         """Whether steps that learn the tasks ``active`` do so from pairs of neighbours."""
-        return pairs_neighbours(self.settings) and "cluster" in active
+        return self.settings.learns_pairs and "cluster" in active
 
     @property
     def _lot(self) -> int:
@@ -621,14 +616,13 @@ class Training:
         learner = self.learner
         if self.settings.contrast == "instance-memory":
             m, n_views = self.momentum, 2 if self.settings.symmetric else 1
+            # An image that is met twice, as a neighbour of another, keeps the last of its vectors: writes of different
+            # values to one place have no order.
+            position = torch.arange(1, 1 + len(index), device=index.device)
+            last = ((index == index[:, None]) * position).argmax(1)
             for i, name in enumerate(k):  # one vector an image, however many of its views were met
                 met = q[name].unflatten(0, (n_views, -1)).mean(0)
                 k[name] = self._gather(F.normalize(m * k[name][: len(met)] + (1 - m) * met, dim=1), len(index))
-                # An image that is met twice, as a neighbour of another, keeps the last of its vectors: writes of
-                # different values to one place have no order.
-                last = (
-                    (index == index[:, None]).long().mul(torch.arange(1, 1 + len(index), device=index.device)).argmax(1)
-                )
                 learner.stored_keys[i, index] = torch.where(spoiled, learner.stored_keys[i, index], k[name][last])
         else:
             k = self._keys_of_all(k, len(index))
@@ -670,7 +664,7 @@ class Training:
         q = {name: group.gather_to_first(x, self.n_images) for name, x in q.items()}
         figures, p = self._renew_labels(h, q) if group.first else ({}, h[:0])
         found = [*self.learner.task_modules.parameters(), *self.learner.task_modules.buffers()]
-        if pairs_neighbours(self.settings):
+        if self._finds_neighbours():
             found.append(self.learner.neighbours)
         group.share(found)
         return group.from_first(lambda: figures), p
@@ -681,7 +675,7 @@ class Training:
 
         The figures are those of the target task, or of "over" while that is all there is."""
         tasks = self.learner.tasks
-        if pairs_neighbours(self.settings) and self.epoch == tasks["cluster"].plan.begins:
+        if self._finds_neighbours():
             self.learner.neighbours.copy_(nearest_neighbours(centred(h), self.learner.neighbours.shape[1]))
         over_only = not self.instance_alone and not self.learns(tasks["cluster"])
         figures = dict.fromkeys(metrics.HEALTH, math.nan)
@@ -727,6 +721,10 @@ class Training:
             for some in torch.randperm(len(q), device=q.device).split(INFERENCE_BATCH):
                 task.memory.enqueue(q[some], y[some])
         return y
+
+    def _finds_neighbours(self) -> bool:
+        """Whether this renewal finds the pairs to learn from: once, when the clusters start."""
+        return self.settings.learns_pairs and self._is_parted(self.learner.tasks["cluster"], self.epoch)
 
     @staticmethod
     def _is_parted(task: ClusterTask, epoch: int) -> bool:
