@@ -67,4 +67,5 @@ def requests(browser: Any) -> list[str]:
     """The addresses that the page asked for since ``show``, but for itself and what lies inside it."""
     sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     urls = [event["params"]["request"]["url"] for event in sent if event["method"] == "Network.requestWillBeSent"]
-    return [url for url in urls if not url.startswith(("data:", "blob:")) and url != browser.current_url.split("#")[0]]
+    inside = ("data:", "blob:", "chrome://")  # the last: the browser's own pages, which it may open beside
+    return [url for url in urls if not url.startswith(inside) and url != browser.current_url.split("#")[0]]

@@ -51,6 +51,11 @@ def instance_loss(q_i, k_i, negatives, tau):
     return -math.log(math.exp(cosine(q_i, k_i) / tau) / kernel_sum(q_i, [*negatives, k_i], tau))
 
 
+def nearest_key(k_i, keys):
+    """The key most like k_i."""
+    return max(keys, key=lambda key: cosine(k_i, key))
+
+
 def memory_assignment(q_i, banks, tau):
     """p~_i, Eq. 3."""
     total = kernel_sum(q_i, [key for bank in banks for key in bank], tau)

@@ -159,11 +159,11 @@ def test_the_ablation_shares_runs_and_draws_bars(compared, digits, capsys):
 
 
 def test_flags_hold_for_every_method_also_where_they_are_a_presets_own_value():
-    argv = ["bench", "digits", "--epochs", str(Settings().epochs)]
-    assert settings_from(argv, "paper").epochs == Settings().epochs
+    argv = ["bench", "digits", "--temperature", str(Settings().temperature)]
+    assert settings_from(argv, "paper").temperature == Settings().temperature != preset("paper")["temperature"]
     assert settings_from(["bench", "digits"], "paper").epochs == preset("paper")["epochs"]
     assert settings_from(["bench", "digits", "--preset", "best"], "paper").epochs == preset("paper")["epochs"]
-    assert parse(["bench", "digits", "--preset", "best"]).settings.epochs == preset("best")["epochs"]
+    assert parse(["bench", "digits", "--preset", "best"]).settings.effort == preset("best")["effort"]
 
 
 def test_every_row_of_the_ablation_changes_what_is_there():

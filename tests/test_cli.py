@@ -505,7 +505,8 @@ def test_the_papers_preset_with_flags_over_it(words):
 
 @pytest.mark.parametrize("name", ["quick", "best"])
 def test_presets_of_other_lengths(name):
-    assert settings_of("--preset", name).epochs == preset(name)["epochs"]
+    assert settings_of("--preset", name).effort == preset(name)["effort"]
+    assert settings_of("--preset", name).epochs is None
     assert settings_of("--preset", name, "--epochs", "3").epochs == 3
 
 

@@ -22,6 +22,7 @@ repeatable = settings(max_examples=40, deadline=None, derandomize=True)
 NAMES = [
     "n_clusters",
     "epochs",
+    "effort",
     "minutes",
     "batch_size",
     "learning_rate",
@@ -49,8 +50,11 @@ NAMES = [
     "classifier_input",
     "classifier_trains_encoder",
     "min_cluster_size",
+    "nearest",
+    "nearest_from",
     "over_factor",
     "over_from",
+    "over_until",
     "over_by",
     "cluster_from",
     "cluster_rate",
@@ -84,7 +88,8 @@ BAD = [
     *[("n_clusters", value) for value in (1, 0, -3, 2.5, 10.0, "10", True, math.nan, None, [10], np.float64(10))],
     *[("temperature", value) for value in (0, 0.0, -0.1, math.nan, "0.1", None, False, 1j)],
     *[("momentum", value) for value in (1.5, -0.1, math.nan, "0.9", True)],
-    *[("epochs", value) for value in (0, -1, 1.5, None, "200")],
+    *[("epochs", value) for value in (0, -1, 1.5, "200")],
+    *[("effort", value) for value in (0, 0.01, -1, None, "much")],
     *[("minutes", value) for value in (-1, math.nan, math.inf, "ten", True)],
     *[("batch_size", value) for value in (1, 0, -256, 2.5, "256", True)],
     *[("learning_rate", value) for value in (-0.1, math.nan, "fast", True)],
@@ -112,7 +117,10 @@ BAD = [
     *[("classifier_trains_encoder", value) for value in (1, "True")],
     *[("min_cluster_size", value) for value in (-0.01, 1.01, math.nan, "small")],
     *[("over_factor", value) for value in (1, 0, 2.5)],
+    *[("nearest", value) for value in (-0.1, 1.1, None)],
+    *[("nearest_from", value) for value in (-0.1, 1.1)],
     *[("over_from", value) for value in (-0.1, 1.1)],
+    *[("over_until", value) for value in (-0.1, 1.1, "end")],
     *[("over_by", value) for value in ("kmeans", None, True)],
     *[("cluster_from", value) for value in (-0.1, 1.1, math.nan)],
     *[("cluster_rate", value) for value in (-0.1, 1.5, "low")],
@@ -194,7 +202,7 @@ def test_both_ends_of_a_range_are_allowed_and_no_more(f):
     low, high = f.metadata.get("low"), f.metadata.get("high")
     for end, beyond in ((low, -1), (high, 1)):
         if end is not None:
-            check(Settings(**{"neighbours": 0, f.name: end}))  # which go with every start of the clusters
+            check(Settings(**{"neighbours": 0, "tasks": ("cluster",), f.name: end}))  # which go with all plans
             with pytest.raises(InputError, match=f"^{f.name}="):
                 check(Settings(**{f.name: end + beyond}))
 
@@ -308,9 +316,9 @@ def test_default_preset_changes_nothing():
 
 
 def test_quick_and_best_differ_from_the_default_in_how_long_they_take_alone():
-    epochs = [Settings(**preset(name)).epochs for name in ("quick", "default", "best")]
-    assert epochs == sorted(set(epochs))
-    assert {*preset("quick"), *preset("best")} == {"epochs"}
+    efforts = [Settings(**preset(name)).effort for name in ("quick", "default", "best")]
+    assert efforts == sorted(set(efforts))
+    assert {*preset("quick"), *preset("best")} == {"effort"}
 
 
 @pytest.mark.parametrize("name", ["Paper", "", "worst"])
@@ -324,3 +332,11 @@ def test_neighbours_need_features_to_be_found_by():
         check(Settings(cluster_from=0.0))
     check(Settings(cluster_from=0.0, neighbours=0))
     check(Settings(cluster_from=0.0, tasks=("instance",)))
+
+
+@pytest.mark.parametrize("over_from", [0.5, 0.9])
+def test_over_clusters_begin_before_they_end(over_from):
+    with pytest.raises(InputError, match=rf"over_from={over_from} with over_until=0\.5: expected it to begin before"):
+        check(Settings(over_from=over_from))
+    check(Settings(over_from=over_from, over_until=1.0))
+    check(Settings(over_from=over_from, tasks=("cluster",)))

@@ -149,6 +149,19 @@ def test_bank_similarity_and_instance_loss(problem):
 
 @repeatable
 @given(problems())
+def test_nearest_key(problem):
+    _, k, _, keys, _ = problem
+    k = k.requires_grad_()
+    found = core.nearest_key(k, keys)
+    all_keys = [key for bank in keys.tolist() for key in bank]
+    for row, k_i in zip(found.tolist(), k.tolist(), strict=True):
+        assert naive.cosine(k_i, row) == pytest.approx(naive.cosine(k_i, naive.nearest_key(k_i, all_keys)))
+        assert row in all_keys
+    assert not found.requires_grad
+
+
+@repeatable
+@given(problems())
 def test_memory_assignment_and_attraction(problem):
     q, _, y, keys, tau = problem
     banks = keys.tolist()

@@ -245,10 +245,10 @@ def test_a_signal_while_labels_are_renewed_waits_for_no_epoch(run, unbroken, mon
     """All steps of the epoch are done and kept; only the labels are renewed again."""
     features = fitting.Training._features
 
-    def interrupted(self, on_part):
+    def interrupted(self, *args):
         if self.epoch == 4:
             os.kill(os.getpid(), signal.SIGTERM)
-        return features(self, on_part)
+        return features(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(fitting.Training, "_features", interrupted)
@@ -265,9 +265,9 @@ def test_steps_that_were_skipped_are_counted_once_where_labels_are_renewed_again
     def view(x):
         return x * torch.nan if next(bad, False) else x
 
-    def stop_while_renewing(self, on_part):
+    def stop_while_renewing(self, *args):
         os.kill(os.getpid(), signal.SIGTERM)
-        return features(self, on_part)
+        return features(self, *args)
 
     features = fitting.Training._features
     changes = dict(augment=view, batch_size=8, epochs=2)
@@ -611,11 +611,11 @@ def test_a_device_too_small_for_two_images_is_told():
 def test_labels_are_renewed_by_smaller_batches_where_memory_is_short(monkeypatch):
     encode, sizes = fitting.Training._features, []
 
-    def small(self, on_part):
+    def small(self, *args):
         sizes.append(self.inference_batch)
         if self.inference_batch > 20:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return encode(self, on_part)
+        return encode(self, *args)
 
     expected = fitting.fit(images(), settings())
     monkeypatch.setattr(fitting.Training, "_features", small)

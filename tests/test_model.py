@@ -10,7 +10,16 @@ from torch import nn
 from torch.testing import assert_close
 
 from semclust.augment import choose_augmentation
-from semclust.backbones import GroupedBatchNorm2d, SmallImageResNet, Sobel, build_backbone, group_batch_norm, pool
+from semclust.backbones import (
+    GroupedBatchNorm1d,
+    GroupedBatchNorm2d,
+    SmallImageResNet,
+    Sobel,
+    build_backbone,
+    dealt,
+    group_batch_norm,
+    pool,
+)
 from semclust.config import Settings
 from semclust.errors import InputError
 from semclust.model import ClusterNetwork, Encoder, LinearClassifier, build_encoder, follow, momentum_twin
@@ -364,6 +373,35 @@ def test_grouped_batch_norm_is_a_batch_norm_of_each_part(n, groups):
     assert_close(grouped(x), plain(x))
 
 
+@pytest.mark.parametrize("cls, shape", [(GroupedBatchNorm2d, (12, 3, 4, 5)), (GroupedBatchNorm1d, (12, 3))])
+def test_all_parts_at_once_are_normed_as_one_after_the_other(cls, shape):
+    one_by_one, at_once = random_norm(cls), random_norm(cls)
+    one_by_one.groups = at_once.groups = 3
+    for _ in range(2):
+        x = torch.randn(shape) + torch.arange(12).view(-1, *[1] * (len(shape) - 1))
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        out, same = one_by_one(a), at_once._at_once(b, 0.1)
+        assert_close(out, same)
+        upstream = torch.randn(shape)
+        out.backward(upstream), same.backward(upstream)
+        assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+        assert_close(one_by_one.weight.grad, at_once.weight.grad)
+        assert_close(one_by_one.running_mean, at_once.running_mean)
+        assert_close(one_by_one.running_var, at_once.running_var)
+
+
+@pytest.mark.parametrize("n, groups", [(16, 4), (512, 8), (13, 3)])
+def test_images_of_a_part_are_dealt_out_to_all_parts(n, groups):
+    order = dealt(n, groups, torch.device("cpu"))
+    assert sorted(order.tolist()) == list(range(n))
+    before = torch.empty(n, dtype=torch.long)
+    for part, members in enumerate(torch.arange(n).tensor_split(groups)):
+        before[members] = part
+    for members in order.tensor_split(groups):
+        counts = before[members].bincount(minlength=groups)
+        assert counts.max() - counts.min() <= 1 or n % groups
+
+
 def test_grouped_batch_norm_takes_a_batch_too_small_to_split_whole():
     grouped = random_norm(GroupedBatchNorm2d)
     grouped.groups = 4
@@ -385,9 +423,9 @@ def test_every_2d_batch_norm_of_a_network_is_grouped_and_nothing_else_changes():
     before = copy.deepcopy(encoder)
     group_batch_norm(encoder, 2)
     kinds = [type(m) for m in encoder.modules()]
-    assert nn.BatchNorm2d not in kinds
+    assert nn.BatchNorm2d not in kinds and nn.BatchNorm1d not in kinds
     assert kinds.count(GroupedBatchNorm2d) == [type(m) for m in before.modules()].count(nn.BatchNorm2d) == 20
-    assert kinds.count(nn.BatchNorm1d) == 1
+    assert kinds.count(GroupedBatchNorm1d) == 1
     assert all(m.groups == 2 for m in encoder.modules() if isinstance(m, GroupedBatchNorm2d))
     assert list(encoder.state_dict()) == list(before.state_dict())
     twin = momentum_twin(encoder)

@@ -30,7 +30,7 @@ from semclust.train import (
 )
 
 CONTRASTS = ("moco", "simclr", "instance-memory")
-FROM_THE_START = dict(over_from=0.0, cluster_from=0.0, neighbours=0)
+FROM_THE_START = dict(over_from=0.0, over_until=1.0, cluster_from=0.0, neighbours=0)
 LATE = dict(over_from=0.25, cluster_from=0.65)
 
 
@@ -149,7 +149,50 @@ def test_batches_follow_the_number_of_images():
     assert started(40, batch_size=None).batch_size == 32
     assert started(40, batch_size=7).batch_size == 7
     assert started(STEPS_AN_EPOCH * 50, batch_size=None, epochs=1).batch_size == 50
-    assert started(STEPS_AN_EPOCH * 300, batch_size=None, epochs=1).batch_size == 256
+    assert started(STEPS_AN_EPOCH * 600, batch_size=None, epochs=1).batch_size == 512
+
+
+@pytest.mark.parametrize(
+    "changes, channels, epochs",
+    [
+        (dict(), 1, 50),
+        (dict(), 3, 700),
+        (dict(augment="natural"), 1, 700),
+        (dict(augment="strokes"), 3, 50),
+        (dict(augment="none"), 3, 50),
+        (dict(augment=lambda x: x), 3, 700),
+        (dict(effort=0.5), 3, 350),
+        (dict(effort=0.03), 1, 2),
+        (dict(epochs=7, effort=3.0), 3, 7),
+    ],
+)
+def test_photographs_are_learned_longer(changes, channels, epochs):
+    settings = tiny(**dict(epochs=None, backbone=TinyBackbone(channels)) | changes)
+    assert train.with_epochs(settings, channels).epochs == epochs
+    assert fitting.start(make_images(24, channels=channels), settings).settings.n_epochs == epochs
+
+
+def test_features_of_all_images_are_taken_only_where_labels_come_from_them(monkeypatch):
+    monkeypatch.setattr(train, "SOME_IMAGES", 10)
+    training = started(epochs=20, **LATE)
+    taken: list[list[int]] = []
+    features_of = training._features_of
+    monkeypatch.setattr(
+        training, "_features_of", lambda numbers, *rest: taken.append(numbers.tolist()) or features_of(numbers, *rest)
+    )
+    rows = [training.run_epoch()[0] for _ in range(20)]
+    renewed = [*range(5, 10), *range(13, 21)]  # epochs after which "over", or the clusters, learn from labels
+    assert [epoch for epoch, numbers in enumerate(taken, 1) if numbers == list(range(48))] == renewed
+    assert all(numbers == list(range(0, 48, 5)) for epoch, numbers in enumerate(taken, 1) if epoch not in renewed)
+    assert all(0 < row["spread"] <= 1 for row in rows)
+
+
+def test_nearest_keys_join_the_positives_after_a_while():
+    training = started(epochs=8, nearest_from=0.5)
+    plain = started(epochs=8, nearest=0.0)
+    for epoch in range(6):
+        losses = [run.run_epoch()[0]["loss"] for run in (training, plain)]
+        assert (losses[0] == losses[1]) == (epoch < 4)
 
 
 def test_the_network_sees_colours_of_mean_0_and_deviation_1():
@@ -541,8 +584,11 @@ def test_a_step_has_the_losses_of_the_paper(changes):
     if "instance" in settings.tasks:
         name = learner.instance_projection
         negatives = naive.contrastive_set(instance_banks)
-        each = [naive.instance_loss(a, b, negatives, tau) for a, b in zip(q[name], k[name], strict=True)]
-        l_ids.append(sum(each) / len(each))
+        own = [naive.instance_loss(a, b, negatives, tau) for a, b in zip(q[name], k[name], strict=True)]
+        near = [naive.nearest_key(b, negatives) for b in k[name]]
+        other = [naive.instance_loss(a, b, negatives, tau) for a, b in zip(q[name], near, strict=True)]
+        w = settings.nearest
+        l_ids.append(((1 - w) * sum(own) + w * sum(other)) / len(own))
         l_cds.append(0.0)
     for name, task in learner.tasks.items():
         if not training.learns(task) or name not in settings.tasks:
@@ -682,7 +728,7 @@ def test_images_that_swap_weigh_more():
 
 @pytest.mark.parametrize("online", [True, False])
 def test_labels_come_from_the_classifier_or_from_the_memory(online):
-    training = started(**FROM_THE_START, online=online, min_cluster_size=0.0, over_by="classifier")
+    training = started(**FROM_THE_START, epochs=3, online=online, min_cluster_size=0.0, over_by="classifier")
     differ = False
     for _ in range(2):
         training.run_epoch()
@@ -737,7 +783,7 @@ def test_over_clusters_are_made_anew_after_every_epoch(monkeypatch):
     seen: list = []
     monkeypatch.setattr("semclust.train.k_means", clusters_of)
     for by, times in (("k-means", 3), ("classifier", 0)):
-        training = started(epochs=8, over_from=0.125, cluster_from=0.625, over_by=by)
+        training = started(epochs=8, over_from=0.125, over_until=0.625, cluster_from=0.75, over_by=by)
         seen.clear()
         for _ in range(8):
             training.run_epoch()
@@ -748,8 +794,8 @@ def test_over_clusters_are_made_anew_after_every_epoch(monkeypatch):
 
 
 def test_tasks_join_in_their_turn():
-    """Instance contrast first; then "over"; then, in its place, "cluster" and "under", whose labels a partition
-    gives."""
+    """Instance contrast first; then "over" beside it, for a while; then "cluster" and "under", whose labels a
+    partition gives."""
     training = started(epochs=20, **LATE)
     tasks = training.learner.tasks
     assert {name: task.n_clusters for name, task in tasks.items()} == {"cluster": 4, "under": 2, "over": 6}
@@ -760,7 +806,7 @@ def test_tasks_join_in_their_turn():
         rows.append(training.run_epoch()[0])
         for name, task in tasks.items():
             y, keys = before[name]
-            rests = epoch + 1 < begins[name] or (name == "over" and epoch >= begins["cluster"])
+            rests = epoch + 1 < begins[name] or (name == "over" and epoch >= 10)
             assert torch.equal(keys, task.memory.keys) == rests
             if rests:
                 assert torch.equal(y, task.y)
@@ -769,10 +815,12 @@ def test_tasks_join_in_their_turn():
                 agree = task.classifier(F.normalize(training.features()[0], dim=1)).argmax(1) == task.y
                 assert agree.float().mean() > 0.7
     assert all(math.isnan(row["score"]) == (row["epoch"] < 13) for row in rows)
-    assert [row["clusters"] for row in rows[4:12]] == [6] * 8  # "over" is what there is to tell of
+    assert [row["clusters"] for row in rows[4:9]] == [6] * 5  # "over" is what there is to tell of
     assert all(row["clusters"] == 4 for row in rows[12:])
-    assert all(math.isnan(row["churn"]) == (row["epoch"] <= 5 or row["epoch"] == 13) for row in rows)
-    assert all((row["loss_cd"] > 0) == (row["epoch"] > 5) for row in rows)
+    told = [6, 7, 8, 9, *range(14, 21)]  # of labels that had been learned from
+    assert [row["epoch"] for row in rows if not math.isnan(row["churn"])] == told
+    assert [row["epoch"] for row in rows if row["loss_cd"] > 0] == [*range(6, 11), *range(14, 21)]
+    assert all(math.isfinite(row["spread"]) for row in rows)
 
 
 def test_clusters_start_from_a_partition_of_the_pooled_features_and_go_on_by_themselves(monkeypatch):
@@ -896,10 +944,12 @@ def test_instance_contrast_alone_gives_the_k_means_of_its_features():
         dict(min_cluster_size=0.0),
         dict(augment="natural"),
         dict(augment="none"),
-        dict(over_factor=2, over_from=0.5),
+        dict(over_factor=2, over_from=0.5, over_until=1.0),
+        dict(nearest=0.0),
+        dict(nearest=1.0, nearest_from=0.5),
         dict(momentum=0.0),
         dict(momentum=1.0),
-        dict(cluster_from=1.0, over_from=1.0),
+        dict(cluster_from=1.0, over_from=0.99, over_until=1.0),
         dict(neighbours=0),
         dict(neighbours=1000),
         dict(balance=0.0),
@@ -999,7 +1049,7 @@ def test_odd_sizes(n, changes):
 
 def test_the_number_of_clusters_of_each_task():
     def n_clusters(C: int, n: int = 10_000, **changes) -> dict[str, int]:
-        plans = plan_tasks(Settings(n_clusters=C, **changes), n)
+        plans = plan_tasks(Settings(n_clusters=C, epochs=50, **changes), n)
         return {name: plan.n_clusters for name, plan in plans.items()}
 
     both = ("cluster", "under", "over")

@@ -154,9 +154,12 @@ def none(x: Tensor, u: Tensor) -> Tensor:
 AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": strokes, "none": none}
 
 
-def choose_family(augment: str, n_channels: int) -> str:
-    """The setting ``augment`` with auto resolved: grey images are drawings, most often."""
-    return ("strokes" if n_channels == 1 else "natural") if augment == "auto" else augment
+def choose_family(augment: str | Augmentation, n_channels: int) -> str:
+    """The setting ``augment`` with auto resolved: grey images are drawings, most often. Of a user's own function, what
+    auto would have been."""
+    if not isinstance(augment, str) or augment == "auto":
+        return "strokes" if n_channels == 1 else "natural"
+    return augment
 
 
 def choose_augmentation(augment: str | Augmentation, n_channels: int, crop_size: float = 1.0) -> Augmentation:

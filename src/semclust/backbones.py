@@ -186,7 +186,7 @@ def _n_features(backbone: nn.Module, shape: tuple[int, int, int]) -> int:
         ) from error
 
 
-class GroupedBatchNorm2d(nn.BatchNorm2d):
+class GroupedBatchNorm(nn.modules.batchnorm._BatchNorm):
     """Batch norm over each of several parts of the batch: statistics of fewer images, so that a query
     cannot find its key by the batch they share (He et al. 2020 shuffle among GPUs to this end)."""
 
@@ -195,19 +195,58 @@ class GroupedBatchNorm2d(nn.BatchNorm2d):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or len(x) < 2 * self.groups:
             return super().forward(x)
-        return torch.cat([super(GroupedBatchNorm2d, self).forward(part) for part in x.tensor_split(self.groups)])
+        if x.is_cuda and len(x) % self.groups == 0 and self.affine and self.track_running_stats and self.momentum:
+            return self._at_once(x, self.momentum)
+        return torch.cat([super(GroupedBatchNorm, self).forward(part) for part in x.tensor_split(self.groups)])
+
+    def _at_once(self, x: Tensor, momentum: float) -> Tensor:
+        """The same for parts of one size, as sums that a compiler turns into few kernels: one call a part would be
+        many small ones."""
+        parts = x.unflatten(0, (self.groups, -1))
+        over = [dim for dim in range(parts.ndim) if dim not in (0, 2)]
+        variance, mean = torch.var_mean(parts.float(), over, correction=0, keepdim=True)
+        shape = [1, 1, -1] + [1] * (parts.ndim - 3)
+        scale = (variance + self.eps).rsqrt() * self.weight.view(shape)
+        n = parts[0, :, 0].numel()
+        # Part after part: of updates by the share a, the last counts a, the one before it a (1 - a), ...
+        last_first = torch.arange(self.groups - 1, -1, -1, device=x.device)
+        share = (momentum * (1 - momentum) ** last_first)[:, None]
+        with torch.no_grad():
+            for kept, new in ((self.running_mean, mean), (self.running_var, variance * n / (n - 1))):
+                assert kept is not None
+                kept.mul_((1 - momentum) ** self.groups).add_((share * new.flatten(1)).sum(0))
+        return ((parts - mean) * scale + self.bias.view(shape)).to(x.dtype).flatten(0, 1)
+
+
+class GroupedBatchNorm1d(GroupedBatchNorm, nn.BatchNorm1d):
+    pass
+
+
+class GroupedBatchNorm2d(GroupedBatchNorm, nn.BatchNorm2d):
+    pass
+
+
+GROUPED: dict[type[nn.Module], type[GroupedBatchNorm]] = {
+    nn.BatchNorm1d: GroupedBatchNorm1d,
+    nn.BatchNorm2d: GroupedBatchNorm2d,
+}
 
 
 def group_batch_norm(module: nn.Module, groups: int) -> None:
-    """Turn every BatchNorm2d of ``module`` into one that works on ``groups`` parts of the batch.
+    """Turn every batch norm of ``module`` into one that works on ``groups`` parts of the batch.
 
     In place, by its class: the weights stay where they are, also in a user's own module."""
     if groups == 1:
         return
     for child in module.modules():
-        if type(child) is nn.BatchNorm2d:
-            child.__class__ = GroupedBatchNorm2d
+        if type(child) in GROUPED:
+            child.__class__ = GROUPED[type(child)]
             child.groups = groups  # type: ignore[assignment]
+
+
+def dealt(n: int, groups: int, device: torch.device) -> Tensor:
+    """An order of n images that deals those of each of several parts out to all of them."""
+    return (torch.arange(n, device=device) % groups).argsort(stable=True)
 
 
 def stop_counting(module: nn.Module) -> None:

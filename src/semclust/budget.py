@@ -150,7 +150,7 @@ def make_schedule(training: Training, minutes: float, seconds: Callable[[], floa
 def measure(training: Training) -> Schedule:
     """Seconds of the parts of an epoch. The run is as it was, afterwards; only what was compiled remains."""
     start = {name: tensor.clone() for name, tensor in training.state().items()}
-    kinds = dict(reversed([(training.kind_of_epoch(epoch), epoch) for epoch in range(training.settings.epochs)]))
+    kinds = dict(reversed([(training.kind_of_epoch(epoch), epoch) for epoch in range(training.settings.n_epochs)]))
     steps: dict[str, float] = {}
     renewal: dict[str, float] = {}
     with own_random_numbers(training.settings.random_state, 0, training.device), fast_kernels(training.device):
@@ -160,9 +160,12 @@ def measure(training: Training) -> Schedule:
             if learned not in steps:
                 steps[learned] = seconds_of_steps(training)
                 features = training.features()
-            training.epoch = epoch + 1
-            to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
-            renewal["; ".join(kind)] = to_features + to_renew
+            if training.renews_labels(epoch + 1):
+                training.epoch = epoch + 1
+                to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
+                renewal["; ".join(kind)] = to_features + to_renew
+            else:
+                renewal["; ".join(kind)] = usual_seconds(training.features_of_some, training)
     training.load_state(start, 0, Path("the start of the run"))
     return Schedule(0, steps, renewal, end=2 * to_features)  # the last pass over the images is in full precision
 

@@ -37,16 +37,18 @@ class Settings:
     """Number of clusters C."""
 
     # ---- how long and how fast ----------------------------------------------------------------
-    epochs: int = setting(50, low=1)
-    """Passes over the images."""
+    epochs: int | None = setting(None, low=1)
+    """Passes over the images. None: 50, and 700 for photographs, whose meaning is far harder to see, times effort."""
+    effort: float = setting(1.0, low=0.02)
+    """Where epochs is None: how many times as long to learn as usual."""
     minutes: float | None = setting(None, low=0.01)
     """Time that a fit may take, in place of epochs: as many are chosen as fit into it on this machine, with the
     learning rate decayed at the end. Reading the images and the report come on top."""
     batch_size: int | None = setting(None, low=2)
-    """Images a step. None: 256, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
+    """Images a step. None: 512, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
     learning_rate: float | None = setting(None, low=0)
     """Peak learning rate of SGD; it decays to 0 along a cosine until the clusters start, see also cluster_rate. None:
-    0.12 for batches of 256, and in proportion to the square root of their size."""
+    0.17 for batches of 256, and in proportion to the square root of their size."""
     weight_decay: float = setting(5e-4, low=0)
     """Weight decay of SGD."""
     warmup_epochs: int = setting(3, low=0)
@@ -79,7 +81,8 @@ class Settings:
     projection_per_task: bool = False
     """A projection of its own for each task, in place of a shared one."""
     batch_norm_groups: int = setting(1, low=1)
-    """Split each batch for batch norm, so that keys cannot be told by their batch's statistics."""
+    """Split each batch for batch norm, and otherwise for the keys than for the queries, so that keys cannot be told by
+    their batch's statistics."""
     batch_norm: Literal["synchronised", "local"] = "synchronised"
     """With several processes: batch norm over the whole batch, as one process has it; or over each process's own
     part, with the keys shuffled among the processes, as MoCo has it, which waits less."""
@@ -111,10 +114,18 @@ class Settings:
     place. 0 turns this off, for data that is truly imbalanced."""
 
     # ---- what the default adds to the paper --------------------------------------------------
+    nearest: float = setting(0.5, low=0, high=1)
+    """In instance contrast, weight of a second positive beside the image's own key, which has the rest: the key in the
+    memory that is nearest to it, most often of another image of the same class. 0 in the paper."""
+    nearest_from: float = setting(0.25, low=0, high=1)
+    """Share of the epochs after which the nearest key joins: until then, features tell little of the meaning."""
     over_factor: int = setting(4, low=2)
     """Clusters of the task "over", as a multiple of C."""
     over_from: float = setting(0.25, low=0, high=1)
     """Share of the epochs after which the task "over" joins instance contrast."""
+    over_until: float = setting(0.5, low=0, high=1)
+    """Share of the epochs after which it ends. Fine clusters, too, hold together some of what is not one class: the
+    features are to settle without them before the clusters start."""
     over_by: Literal["k-means", "classifier"] = "k-means"
     """What renews the labels of the task "over": k-means on the pooled features, anew after every epoch, so that no
     early partition locks itself in; or the task's classifier, as for the other tasks."""
@@ -158,6 +169,12 @@ class Settings:
     auto: on the device, where they take at most half of its free memory."""
     compile: bool = True
     """Record the steps on a GPU, and compile them where the run is long enough to pay for that."""
+
+    @property
+    def n_epochs(self) -> int:
+        """``epochs``, once it is decided for the images (``train.with_epochs``)."""
+        assert self.epochs is not None
+        return self.epochs
 
     @property
     def learns_pairs(self) -> bool:
@@ -249,6 +266,11 @@ def check(settings: Settings, as_flags: bool = False) -> None:
             if (low is not None and value < low) or (high is not None and value > high):
                 bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
                 raise InputError(f"{told}: expected a number {bounds}.")
+    if "over" in settings.tasks and settings.over_from >= settings.over_until:
+        raise InputError(
+            f"{named('over_from', settings.over_from)} with {named('over_until', settings.over_until)}: expected it to "
+            "begin before it ends."
+        )
     if settings.learns_pairs and settings.cluster_from == 0:
         raise InputError(
             f"{named('neighbours', settings.neighbours)} with {named('cluster_from', settings.cluster_from)}: expected "

@@ -120,6 +120,15 @@ def instance_loss(q: Tensor, k: Tensor, bank: Tensor, tau: float, y: Tensor | No
     return torch.cat([positive, bank], dim=1).logsumexp(1) - positive[:, 0]
 
 
+def nearest_key(k: Tensor, keys: Tensor) -> Tensor:
+    """Of all keys in the memory (C x m x d), the most similar to each k_i: n x d.
+
+    As a positive it stands for another image of the same class; after Dwibedi et al. (2021, "NNCLR"). Not in the paper.
+    """
+    keys = keys.flatten(0, 1)
+    return keys[(k.detach() @ keys.T).argmax(1)]
+
+
 def memory_assignment(bank: Tensor) -> Tensor:
     """p~ (n x C): probability of each cluster by distance to the keys in its bank (Eq. 3)."""
     return bank.softmax(1)

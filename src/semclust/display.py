@@ -34,12 +34,12 @@ class Display(Watcher):
         self.console.print(
             f"{training.n_images:,} images of {H} x {W} x {c} into {settings.n_clusters} clusters "
             f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, "
-            f"{plural(settings.epochs, 'epoch')} of batches of {training.batch_size}"
+            f"{plural(settings.n_epochs, 'epoch')} of batches of {training.batch_size}"
         )
         if training.device.type != "cpu":
             self.console.print(f"{training.images}, {training.engine}")
-        if training.epoch == settings.epochs:
-            self.console.print(f"this run is done, after {plural(settings.epochs, 'epoch')}")
+        if training.epoch == settings.n_epochs:
+            self.console.print(f"this run is done, after {plural(settings.n_epochs, 'epoch')}")
         elif training.epoch or training.step:
             within = f" and {training.step} of {len(training.losses)} steps" if training.step else ""
             self.console.print(f"resuming after epoch {training.epoch}{within}")
@@ -47,8 +47,8 @@ class Display(Watcher):
         self.estimated |= settings.minutes is not None  # how long it takes is what was asked for
         self.image_size = min(H, W)
         done = training.step * training.n_images // max(1, len(training.losses))  # of the next epoch
-        self.total = (settings.epochs - training.epoch) * training.n_images - done
-        self.epochs = settings.epochs
+        self.total = (settings.n_epochs - training.epoch) * training.n_images - done
+        self.epochs = settings.n_epochs
         self.narrow = self.console.width < ROOM_FOR_FIGURES
         if self.console.is_terminal and self.total:
             columns = [TextColumn("{task.description}"), BarColumn(bar_width=20)]

@@ -78,7 +78,7 @@ def fit(
     with run.locked() if run is not None else contextlib.nullcontext():
         fitting = Fitting(images, settings, watcher, run, group)
         settings = fitting.settings  # with the number of epochs, where that follows from the budget
-        finished_before = fitting.training.epoch == settings.epochs
+        finished_before = fitting.training.epoch == settings.n_epochs
         watcher.begin(fitting.training)
         fitting.learn()
         training = fitting.training
@@ -139,7 +139,7 @@ class Fitting:
         """Epoch after epoch, to the last."""
         listens = self.group.from_first(lambda: self.run is not None)  # what a signal ends, a run folder keeps
         with StopSignals(self.group) if listens else contextlib.nullcontext() as self.signals, self.writing():
-            while self.training.epoch < self.settings.epochs:
+            while self.training.epoch < self.settings.n_epochs:
                 try:
                     share = self.share_of_steps(self.training.epoch)
                     row, p = self.training.run_epoch(self.after_step, share)
@@ -167,7 +167,7 @@ class Fitting:
         if self.run is not None:
             self.write_row(self.run, self.history[-1])
             since = time.monotonic() - self.last_checkpoint
-            last = self.training.epoch == self.settings.epochs
+            last = self.training.epoch == self.settings.n_epochs
             if last or self.waited <= QUICK_CHECKPOINT or since >= self.waited / CHECKPOINT_SHARE:
                 self.keep()
         self.watcher.epoch(row)

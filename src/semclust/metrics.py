@@ -95,7 +95,7 @@ def complaints(row: dict[str, Any], settings: Settings, rate: float) -> dict[str
             f"{row['spread']:.3f}, below {COLLAPSED_SPREAD}). Try {', '.join(advice)}."
         )
     if semantic and row["largest"] > GIANT_CLUSTER:
-        advice = [f"more epochs (now {settings.epochs})"]
+        advice = [f"more epochs (now {settings.n_epochs})"]
         advice += ["min_cluster_size 0.16"] if settings.min_cluster_size < 0.16 else []
         found["giant cluster"] = (
             f"One cluster holds {row['largest']:.0%} of the images (epoch {row['epoch']}; told from "
@@ -108,7 +108,7 @@ def complaints(row: dict[str, Any], settings: Settings, rate: float) -> dict[str
             f"learning_rate of {rate / 3:.2g} (now {rate})."
         )
     empty = str(row["sizes"]).split().count("0")
-    if semantic and row["epoch"] == settings.epochs and empty:
+    if semantic and row["epoch"] == settings.n_epochs and empty:
         left = settings.n_clusters - empty
         groups = f"fewer groups: try n_clusters={left}" if left > 1 else "only one group: look whether they differ"
         found["empty clusters"] = f"{empty} of {settings.n_clusters} clusters are empty. The images may hold {groups}."

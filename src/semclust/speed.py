@@ -24,7 +24,7 @@ from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
-from semclust.train import Training
+from semclust.train import Training, with_epochs
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
 BASELINE_STEPS, BASELINE_WARM_UP = 30, 5
@@ -47,6 +47,7 @@ def measure_speed(
     started: of ``time.perf_counter``, where the time to the first step counts from.
     """
     started = time.perf_counter() if started is None else started
+    settings = with_epochs(settings, channels)
     device = choose_device(settings.device)
     batch = settings.batch_size or 32
     if n_images < FEWEST_STEPS * batch or size < 4 or epochs < 1:
@@ -69,7 +70,7 @@ def measure_speed(
             tell(f"first step after {first_step[0]:.1f} s")
 
     # As in the last phase of a run, when the clusters are learned.
-    begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.epochs]
+    begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.n_epochs]
     training.epoch = 1 + max(begins, default=0)
     if settings.learns_pairs:  # which a run would have found by then
         training.learner.neighbours.random_(n_images)
@@ -224,7 +225,7 @@ def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) ->
     )
     training.engine.records = False
     training.engine.second_stream = None
-    training.epoch = max(0, settings.epochs - 1)
+    training.epoch = max(0, settings.n_epochs - 1)
     training._begin_steps()
     phase = training._learned_in(training.epoch)
     workers = min(BASELINE_WORKERS, os.cpu_count() or 1)

@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from semclust import core, labels, metrics
-from semclust.augment import Augmentation, RandomView
-from semclust.backbones import group_batch_norm
+from semclust.augment import Augmentation, RandomView, choose_family
+from semclust.backbones import dealt, group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory
 from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
@@ -37,12 +37,14 @@ from semclust.model import ClusterTask, TaskPlan, build_encoder, channels_last, 
 from semclust.partition import centred, k_means, nearest_neighbours, spectral_partition
 from semclust.storage import load_into
 
+EPOCHS, EPOCHS_OF_PHOTOGRAPHS = 50, 700
 SGD_MOMENTUM = 0.9
 MOMENTUM = {"moco": 0.99, "simclr": 0.0, "instance-memory": 0.5}  # of the keys, where none is asked for
 INFERENCE_BATCH = 1024
 PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
+SOME_IMAGES = 4096  # about, of which features tell how the network is doing while they are needed for nothing else
 LOOK_EVERY = 100  # steps, for such: to look is to wait for the device
 
 Keys = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # numbers of images, their q and their k
@@ -92,27 +94,33 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     C = settings.n_clusters
 
     def epoch(share: float) -> int:
-        return max(1, math.floor(share * settings.epochs)) if share else 0  # at 0, and only there, from random labels
+        return max(1, math.floor(share * settings.n_epochs)) if share else 0  # at 0, and only there, from random labels
 
-    begins = epoch(settings.cluster_from) if "cluster" in settings.tasks else settings.epochs
+    begins = epoch(settings.cluster_from) if "cluster" in settings.tasks else settings.n_epochs
     plans = {"cluster": TaskPlan(C, begins)}
     if "under" in settings.tasks and C // 2 > 1:
         plans["under"] = TaskPlan(C // 2, begins)
     n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
     if "over" in settings.tasks and n_over > C:
-        # Fine clusters prepare the clusters. Beside them they would go on to hold together what is not one class.
-        first = epoch(settings.over_from)
-        plans["over"] = TaskPlan(n_over, first, begins if first < begins else math.inf)
+        plans["over"] = TaskPlan(n_over, epoch(settings.over_from), epoch(settings.over_until))
     return plans
 
 
+def with_epochs(settings: Settings, n_channels: int) -> Settings:
+    """The same settings with a number of epochs, which follows from the kind of images where none is given."""
+    if settings.epochs is not None:
+        return settings
+    photographs = choose_family(settings.augment, n_channels) == "natural"
+    return replace(settings, epochs=round(settings.effort * (EPOCHS_OF_PHOTOGRAPHS if photographs else EPOCHS)))
+
+
 def usual_batch_size(n_images: int) -> int:
-    return max(32, min(256, n_images // STEPS_AN_EPOCH))
+    return max(32, min(512, n_images // STEPS_AN_EPOCH))
 
 
 def usual_rate(batch_size: int) -> float:
     """The noise of a batch's gradient falls with the root of its size. Rounded as people would write it down."""
-    return float(f"{0.12 * math.sqrt(batch_size / 256):.2g}")
+    return float(f"{0.17 * math.sqrt(batch_size / 256):.2g}")
 
 
 def plan_batches(n_images: int, batch_size: int) -> tuple[int, int]:
@@ -153,6 +161,7 @@ class Training:
         group: Group = ALONE,
     ):
         """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
+        settings = with_epochs(settings, pixels.shape[3])
         self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
         self.on_notice = on_notice
         self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done
@@ -188,14 +197,14 @@ class Training:
             self.optimiser.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
         budget = settings.minutes
-        images_seen = settings.epochs * self.n_images if budget is None else budget * 60 * PLAIN_IMAGES_A_SECOND
+        images_seen = settings.n_epochs * self.n_images if budget is None else budget * 60 * PLAIN_IMAGES_A_SECOND
         self.engine = Engine(device, images_seen, settings.compile and group.alone, on_notice)
         if settings.compile and not group.alone and device.type == "cuda":
             on_notice(
                 "Steps that several processes share are not recorded or compiled yet: for small images one GPU may be "
                 "as fast as several."
             )
-        self._phase: tuple[str, ...] | None = None  # the tasks that the recorded step learns
+        self._phase: tuple[tuple[str, ...], bool] | None = None  # what the recorded step learns
         self._prepare_engine()
 
     def _prepare_engine(self) -> None:
@@ -234,7 +243,7 @@ class Training:
         self, on_step: Callable[[int], None] = lambda n: None, share: float = 1.0
     ) -> tuple[dict[str, Any], Tensor]:
         """Train for one epoch, or the rest of one, and renew the labels. Returns the row of figures, and the
-        classifier's probabilities p of all images without augmentation (N x C).
+        classifier's probabilities p of all images without augmentation (N x C; of none while no labels are needed).
 
         on_step: called after each step with its number of images, and with 0 while the labels are renewed. ``state()``
         is whole there, and an exception that is raised there ends the epoch.
@@ -244,12 +253,13 @@ class Training:
             row: dict[str, Any] = {"epoch": self.epoch + 1}
             row |= self._steps(on_step, share)
             self._agree()
-            h, q = self.features(lambda: on_step(0))
+            renews = self.renews_labels(self.epoch + 1)
+            h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0))
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.skipped_before = self._skipped_steps()[1]  # only now: until here the steps may be counted once more
             self.epoch, self.step = self.epoch + 1, 0
-            figures, p = self._renew_labels_of_all(h, q)
+            figures, p = self._renew_labels_of_all(h, q) if renews else (self._figures_of_some(q), h[:0])
         return row | figures, p
 
     def _steps(self, on_step: Callable[[int], None], share: float = 1.0) -> dict[str, float]:
@@ -306,13 +316,13 @@ class Training:
 
     def _begin_steps(self) -> None:
         self.learner.train()
-        phase = self._learned_in(self.epoch)
+        phase = (self._learned_in(self.epoch), self._seeks_nearest)
         # What a network keeps besides its weights, such as the means of batch norm, in training and in its twin.
         kept = [*self.learner.encoder.buffers(), *(self.learner.twin.buffers() if self.learner.twin else [])]
         self._statistics = [buffer for buffer in kept if buffer.is_floating_point()]
         if phase != self._phase:
             self._phase = phase
-            self._learn = self.engine.recorded(functools.partial(self._learn_from, phase))
+            self._learn = self.engine.recorded(functools.partial(self._learn_from, phase[0]))
 
     def _order(self) -> Tensor:
         """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
@@ -359,7 +369,7 @@ class Training:
             peak, progress = 1.0, epoch / begins
         else:
             peak = settings.cluster_rate if begins else 1.0
-            progress = (epoch - begins) / max(1, settings.epochs - begins)
+            progress = (epoch - begins) / max(1, settings.n_epochs - begins)
         fall = 0.5 * (1 + math.cos(math.pi * progress))
         return self.rate_factor * self.peak_rate * peak * rise * fall
 
@@ -537,19 +547,18 @@ class Training:
                 return self._keys_by_others(view, n_batch)
             if self.settings.batch_norm_groups == 1:
                 return self._encode_key(view)[1]
-            shuffle = torch.randperm(len(view), device=view.device)  # other neighbours in the batch than q had
-            back = shuffle.argsort()
-            return {name: k[back] for name, k in self._encode_key(view[shuffle])[1].items()}
+            order = dealt(len(view), self.settings.batch_norm_groups, view.device)  # beside others than q was
+            back = order.argsort()
+            return {name: k[back] for name, k in self._encode_key(view[order])[1].items()}
 
     def _keys_by_others(self, view: Tensor, n: int) -> dict[str, Tensor]:
-        """The keys of this rank's views, made by random ranks: among other neighbours than the queries have."""
+        """The keys of this rank's views, made by all ranks: beside others than the queries are."""
         assert self._encode_key is not None
         group = self.group
-        shuffle = torch.randperm(n, device=view.device)
-        group.share([shuffle])
+        order = dealt(n, group.size, view.device)
         views = self._by_image(view)  # an image's views stay together
-        k = self._encode_key(self._by_view(self._part(self._gather(views, n)[shuffle])))[1]
-        back = shuffle.argsort()
+        k = self._encode_key(self._by_view(self._part(self._gather(views, n)[order])))[1]
+        back = order.argsort()
         return {name: self._by_view(self._part(self._gather(self._by_image(x), n)[back])) for name, x in k.items()}
 
     def _by_image(self, x: Tensor) -> Tensor:
@@ -562,9 +571,19 @@ class Training:
 
     def _instance_task_loss(self, q: dict[str, Tensor], k: dict[str, Tensor]) -> Tensor:
         """L_ID of the instance task, for each sample: every other image is a negative."""
-        name, tau = self.learner.instance_projection, self.settings.temperature
-        bank = core.bank_similarity(q[name], self.learner.instance_memory.keys, tau)
-        return core.instance_loss(q[name], k[name], bank, tau) / len(bank)
+        name, tau, keys = self.learner.instance_projection, self.settings.temperature, self.learner.instance_memory.keys
+        bank = core.bank_similarity(q[name], keys, tau)
+        loss = core.instance_loss(q[name], k[name], bank, tau)
+        if self._seeks_nearest:
+            near = core.nearest_key(k[name], keys)
+            loss = torch.lerp(loss, core.instance_loss(q[name], near, bank, tau), self.settings.nearest)
+        return loss / len(bank)
+
+    @property
+    def _seeks_nearest(self) -> bool:
+        """Whether instance contrast has nearest keys for positives in the current epoch."""
+        settings = self.settings
+        return settings.nearest > 0 and self.epoch >= math.floor(settings.nearest_from * settings.n_epochs)
 
     def _cluster_task_losses(
         self,
@@ -722,6 +741,15 @@ class Training:
                 task.memory.enqueue(q[some], y[some])
         return y
 
+    def renews_labels(self, epoch: int) -> bool:
+        """Whether anything learns from labels after ``epoch`` epochs, or would: then they come from all images."""
+        return self.instance_alone or any(task.plan.learns_in(epoch) for task in self.learner.tasks.values())
+
+    def _figures_of_some(self, q: dict[str, Tensor]) -> dict[str, Any]:
+        """The figures of an epoch after which no labels are renewed, by ``features_of_some``."""
+        some = self.group.gather(q[self.learner.tasks["cluster"].projection], len(self._some_images()))
+        return {"spread": metrics.spread(some)} | dict.fromkeys(metrics.HEALTH, math.nan)
+
     def _finds_neighbours(self) -> bool:
         """Whether this renewal finds the pairs to learn from: once, when the clusters start."""
         return self.settings.learns_pairs and self._is_parted(self.learner.tasks["cluster"], self.epoch)
@@ -729,7 +757,7 @@ class Training:
     @staticmethod
     def _is_parted(task: ClusterTask, epoch: int) -> bool:
         """Whether the labels after ``epoch`` epochs come from a partition of the features: at the start of a task."""
-        return epoch == task.plan.begins
+        return epoch == task.plan.begins and task.plan.learns_in(epoch)
 
     def _same_ids(self, y: Tensor, task: ClusterTask) -> Tensor:
         """Name the clusters of a partition as they were named before, as far as they are the same."""
@@ -760,15 +788,26 @@ class Training:
             return True
         return not self.instance_alone and any(task.plan.begins > 0 for task in self.learner.tasks.values())
 
-    @torch.no_grad()
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
         """h (N x D) and q of each projection (N x d) of this rank's part of all images, without augmentation. Where
         nothing needs h, that has no columns: it would take four times the memory of q.
 
         on_part: called after each batch; an exception that is raised there changes nothing."""
+        return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part)
+
+    def features_of_some(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same of this rank's part of ``_some_images``."""
+        return self._features_of(self.group.part(self._some_images()), on_part)
+
+    def _some_images(self) -> Tensor:
+        """The numbers of a few images, which are spread over all."""
+        return torch.arange(0, self.n_images, math.ceil(self.n_images / SOME_IMAGES), device=self.device)
+
+    @torch.no_grad()
+    def _features_of(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         while True:
             try:
-                return self._features(on_part)
+                return self._features(numbers, on_part)
             except torch.OutOfMemoryError:
                 if self.inference_batch == 1:
                     raise
@@ -778,16 +817,15 @@ class Training:
                 torch.cuda.empty_cache()
             self.on_notice(f"The device is out of memory: labels are now renewed by batches of {images}.")
 
-    def _features(self, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _features(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.learner.encoder.eval().folded() or self._encode
-        start, stop = self.group.bounds(self.n_images)
         wholes: list[Tensor] = []  # of h and each q, filled part by part: to put parts together takes twice the memory
         done = 0
-        for part in self._images_from(start, stop):
+        for part in self._in_even_batches(numbers):
             with self.precision:
                 h, q = encode(self.learner.encoder.at_view_size(in_unit_range(part)))
             found = [h if self.keeps_pooled else h[:, :0], *q.values()]
-            wholes = wholes or [x.new_empty(stop - start, x.shape[1]) for x in found]
+            wholes = wholes or [x.new_empty(len(numbers), x.shape[1]) for x in found]
             for whole, x in zip(wholes, found, strict=True):
                 rows = whole[done : done + len(x)]
                 rows.copy_(x[: len(rows)])
@@ -795,14 +833,12 @@ class Training:
             on_part()
         return wholes[0], dict(zip(q, wholes[1:], strict=True))
 
-    def _images_from(self, start: int, stop: int) -> Iterator[Tensor]:
-        """Some images in order, in batches of one size: a compiled network is made for one. After the last image
-        the first of them come again."""
-        n_images = stop - start
-        n = min(self.inference_batch, n_images)
-        n_batches = math.ceil(n_images / n)
-        numbers = start + torch.arange(n_batches * n, device=self.device) % n_images
-        return self.images.batches(numbers.split(n))
+    def _in_even_batches(self, numbers: Tensor) -> Iterator[Tensor]:
+        """Some images in batches of one size: a compiled network is made for one. After the last image the first of
+        them come again."""
+        n = min(self.inference_batch, len(numbers))
+        filled = math.ceil(len(numbers) / n) * n
+        return self.images.batches(numbers[torch.arange(filled, device=self.device) % len(numbers)].split(n))
 
     # ---- surroundings ----------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "without hard samples": {"hard_samples": False},
     "instance contrast alone": {"tasks": ("instance",)},
     "without neighbours": {"neighbours": 0},
+    "without nearest keys as positives": {"nearest": 0.0},
     "without over-clusters": {"tasks": ("cluster", "instance")},
     "with half as many clusters beside": {"tasks": ("cluster", "under", "over", "instance")},
     "over-clusters by their classifier": {"over_by": "classifier"},

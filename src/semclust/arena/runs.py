@@ -119,7 +119,7 @@ def deepcluster(images: Images, labels: np.ndarray, settings: Settings, watcher:
     share_of_steps = fitting.keep_to_budget(training, None, lambda: time.monotonic() - started)
     watcher.begin(training)
     history = []
-    while training.epoch < training.settings.epochs:
+    while training.epoch < training.settings.n_epochs:
         row, p = training.run_epoch(watcher.step, share_of_steps(training.epoch))
         history.append(row | metrics.evaluate(p.argmax(1).cpu().numpy(), labels))
         watcher.epoch(history[-1])

@@ -146,7 +146,7 @@ def status_line(update: Callable[[str], None]) -> Callable[[str], "Watcher"]:
             update(escape(title))
 
         def begin(self, training: Any) -> None:
-            self.epoch_now, self.epochs = 1, training.settings.epochs
+            self.epoch_now, self.epochs = 1, training.settings.n_epochs
             self.met, self.n_images = 0, training.n_images
 
         def step(self, n_images: int) -> None:

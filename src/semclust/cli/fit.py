@@ -152,6 +152,7 @@ def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: s
     """The folder of the run, and its settings. ``seen``: fingerprint of the images."""
     from semclust import distributed, fitting
     from semclust.run_folder import RunFolder
+    from semclust.train import with_epochs
 
     run, settings = plan.run, plan.settings
     if run is not None:
@@ -160,8 +161,9 @@ def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: s
                 f"The images of {plan.data!r} are not those that {run.path} began with. Restore them, or fit anew."
             )
     else:
-        fitting.check_suits(images, plan.settings, group)
-        config = {"data": plan.data, "labels": plan.labels, "fingerprint": seen, "settings": to_json(plan.settings)}
+        fitting.check_suits(images, settings, group)
+        settings = with_epochs(settings, images.pixels.shape[3])
+        config = {"data": plan.data, "labels": plan.labels, "fingerprint": seen, "settings": to_json(settings)}
         job = distributed.job_name()
         run = RunFolder.of_job(command.out, job, config, distributed.restarts() > 0) if job else None
         if run is not None:

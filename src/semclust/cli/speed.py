@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class SpeedSettings(FitSettings):
     """Every setting of the method, but for how long to fit: that is --epochs-timed here."""
 
-    epochs: tyro.conf.Suppress[tyro.conf.Fixed[int]] = Settings.epochs
+    epochs: tyro.conf.Suppress[tyro.conf.Fixed[int | None]] = None
     minutes: tyro.conf.Suppress[tyro.conf.Fixed[float | None]] = None
 
 

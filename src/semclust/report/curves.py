@@ -41,11 +41,11 @@ def phases(settings: Settings, n_images: int) -> list[dict[str, Any]]:
     """When the tasks begin, after which epoch."""
     plans = plan_tasks(settings, n_images)
     marks = []
-    if "over" in plans:
-        marks.append((plans["over"].begins, f"{plans['over'].n_clusters} fine clusters join, until the clusters start"))
+    if (over := plans.get("over")) and over.learns_in(over.begins):
+        marks += [(over.begins, f"{over.n_clusters} fine clusters join"), (int(over.ends), "the fine clusters end")]
     if "cluster" in settings.tasks:
         marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters start"))
-    return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.epochs]
+    return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.n_epochs]
 
 
 def table_of_epochs(history: list[dict[str, Any]]) -> dict[str, Any]:
