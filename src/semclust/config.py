@@ -38,7 +38,8 @@ class Settings:
 
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int | None = setting(None, low=1)
-    """Passes over the images. None: 50, and 700 for photographs, whose meaning is far harder to see, times effort."""
+    """Passes over the images. None: 50, and on a GPU 700 for photographs, which take so long to be understood; times
+    effort."""
     effort: float = setting(1.0, low=0.02)
     """Where epochs is None: how many times as long to learn as usual."""
     minutes: float | None = setting(None, low=0.01)

@@ -66,8 +66,9 @@ class Display(Watcher):
             left = (self.total - self.images_done) / self._speed()
             if left > LONG:
                 self.console.print(
-                    f"this will take about {clock(left)} at {self._speed():,.0f} images/s; a smaller --image-size "
-                    f"(now {self.image_size} px) or fewer --epochs take less, and a GPU takes much less",
+                    f"this will take about {clock(left)} at {self._speed():,.0f} images/s; --minutes {LONG // 60} "
+                    f"plans a run that ends by then, a smaller --image-size (now {self.image_size} px) is faster, "
+                    "and a GPU much faster",
                     soft_wrap=True,
                 )
         if self.progress:

@@ -47,8 +47,8 @@ def measure_speed(
     started: of ``time.perf_counter``, where the time to the first step counts from.
     """
     started = time.perf_counter() if started is None else started
-    settings = with_epochs(settings, channels)
     device = choose_device(settings.device)
+    settings = with_epochs(settings, channels, device)
     batch = settings.batch_size or 32
     if n_images < FEWEST_STEPS * batch or size < 4 or epochs < 1:
         raise InputError(

@@ -106,12 +106,13 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     return plans
 
 
-def with_epochs(settings: Settings, n_channels: int) -> Settings:
-    """The same settings with a number of epochs, which follows from the kind of images where none is given."""
+def with_epochs(settings: Settings, n_channels: int, device: torch.device) -> Settings:
+    """The same settings with a number of epochs, which where none is given follows from the kind of images. On a CPU
+    nobody would wait for as many as photographs need."""
     if settings.epochs is not None:
         return settings
-    photographs = choose_family(settings.augment, n_channels) == "natural"
-    return replace(settings, epochs=round(settings.effort * (EPOCHS_OF_PHOTOGRAPHS if photographs else EPOCHS)))
+    many = choose_family(settings.augment, n_channels) == "natural" and device.type != "cpu"
+    return replace(settings, epochs=round(settings.effort * (EPOCHS_OF_PHOTOGRAPHS if many else EPOCHS)))
 
 
 def usual_batch_size(n_images: int) -> int:
@@ -161,7 +162,7 @@ class Training:
         group: Group = ALONE,
     ):
         """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
-        settings = with_epochs(settings, pixels.shape[3])
+        settings = with_epochs(settings, pixels.shape[3], device)
         self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
         self.on_notice = on_notice
         self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done

@@ -162,7 +162,7 @@ def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: s
             )
     else:
         fitting.check_suits(images, settings, group)
-        settings = with_epochs(settings, images.pixels.shape[3])
+        settings = with_epochs(settings, images.pixels.shape[3], group.device(settings.device))
         config = {"data": plan.data, "labels": plan.labels, "fingerprint": seen, "settings": to_json(settings)}
         job = distributed.job_name()
         run = RunFolder.of_job(command.out, job, config, distributed.restarts() > 0) if job else None
