@@ -13,7 +13,7 @@ from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
 
 from semclust import partition
-from semclust.partition import k_means, nearest, spectral_partition
+from semclust.partition import cluster_means, k_means, nearest, spectral_partition
 
 repeatable = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
@@ -176,6 +176,47 @@ def test_spectral_partition_follows_shapes_that_k_means_cuts(shape, seed):
     x, y = shape()
     assert agreement(spectral_partition(x, 2, tau=0.1, neighbours=5), y) > 0.98
     assert agreement(k_means(x, 2)[0], y) < 0.6
+
+
+def touching_and_a_knot():
+    """Five classes of 150, of which the last two touch, and 15 images that are nearly the same."""
+    centre = torch.eye(24)[[0, 1, 2, 3, 3, 20]]
+    centre[4, 10] = 0.7
+    y = torch.arange(6).repeat_interleave(torch.tensor([150] * 5 + [15]))
+    noise = torch.tensor([0.15] * 5 + [0.02])[y][:, None]
+    return F.normalize(centre[y] + noise * torch.randn(len(y), 24), dim=1), y
+
+
+@pytest.mark.parametrize("seed", [0, 2])
+def test_classes_that_touch_are_parted_rather_than_a_knot_cut_off(seed):
+    torch.manual_seed(seed)
+    x, y = touching_and_a_knot()
+    for even in (True, False):
+        torch.manual_seed(seed)
+        label = spectral_partition(x, 5, tau=0.2, even=even)
+        sizes = label.bincount(minlength=5)
+        assert (agreement(label[y < 5], y[y < 5]) > 0.95) == even
+        assert (sizes.min() > 120) == even
+
+
+@pytest.mark.parametrize("C, shares", [(2, (0.9, 0.1)), (3, (0.6, 0.3, 0.1)), (4, (0.4, 0.3, 0.2, 0.1))])
+def test_clusters_are_evened_out(C, shares):
+    torch.manual_seed(0)
+    y = torch.multinomial(torch.tensor(shares), 2000, replacement=True)
+    x = F.normalize(torch.eye(C, 8)[y] + 0.2 * torch.randn(2000, 8), dim=1)
+    centre, _ = cluster_means(x, y, C)
+    even_centre, bonus = partition.evened_out(x, centre)
+    sizes = partition._assign(x, even_centre, bonus).bincount(minlength=C)
+    assert sizes.max() < 1.3 * sizes.min()
+    assert partition._assign(x, centre, torch.zeros(C)).bincount(minlength=C).max() > 1.5 * 2000 / C
+
+
+def test_even_clusters_are_left_as_they_are():
+    torch.manual_seed(0)
+    y = torch.arange(4).repeat_interleave(50)
+    x = F.normalize(torch.eye(4, 8)[y] + 0.1 * torch.randn(200, 8), dim=1)
+    centre, _ = cluster_means(x, y, 4)
+    assert torch.equal(partition._assign(x, *partition.evened_out(x, centre)), y)
 
 
 @pytest.mark.parametrize("C, each", [(2, 10), (4, 5), (5, 60), (10, 30)])

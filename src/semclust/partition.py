@@ -16,7 +16,12 @@ CENTRES = 500  # of all restarts of k-means together
 LANDMARKS = 1000
 CANDIDATES = 2**18  # images among which neighbours are sought
 ROWS, COLUMNS = 1024, 2**16  # of similarities at once
-SAMPLE = 20_000  # images among which landmarks are sought
+SAMPLE = 20_000  # images among which landmarks are sought, and clusters
+NEAR = 20  # neighbours by which a partition is judged
+ATTEMPTS = 4  # of each kind, at a partition
+MORE_CUT, FEW_CUT = 2, 0.03  # times as many ties, and a share of all besides, that may be cut for even clusters
+SOFTNESS = 0.1  # of the borders between clusters while they are evened out, as a squared distance of unit vectors
+EVEN_ROUNDS, BONUS_ROUNDS = 15, 30
 
 
 def cluster_means(x: Tensor, y: Tensor, n_clusters: int) -> tuple[Tensor, Tensor]:
@@ -44,15 +49,52 @@ def k_means(x: Tensor, n_clusters: int, restarts: int | None = None, rounds: int
     return label[:, best], centre[best]
 
 
-def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int = 10) -> Tensor:
+def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int = 10, even: bool = True) -> Tensor:
     """Cut the neighbour graph of unit features x (N x d) into ``n_clusters`` groups: labels (N).
+
+    Where k-means assumes round clusters of one size, this follows chains of neighbours. Left to itself it would rather
+    cut off a small knot of images that are nearly the same than part two classes that touch. So where ``even``, the
+    clusters are evened out: of several attempts the best one, unless clusters of their own sizes are better, or cut far
+    fewer ties between neighbours.
+    """
+    C = n_clusters
+    embedding = spectral_embedding(x, 2 * C, tau, neighbours)
+    some = torch.randperm(len(x), device=x.device)[:SAMPLE]  # of so many images, where the borders run is clear enough
+    near = nearest_neighbours(x[some], max(1, min(NEAR, len(some) // (4 * C))))
+
+    def place(n_vectors: int) -> Tensor:
+        return F.normalize(embedding[:, :n_vectors], dim=1)
+
+    def judge(label: Tensor) -> tuple[float, float]:
+        """Of a partition of the sample: the share of ties between neighbours that it cuts; and how many more it leaves
+        whole than chance would at the sizes of its clusters (the modularity of Newman & Girvan 2004)."""
+        cut = torch.ne(label[near], label[:, None]).float().mean().item()
+        by_chance = (torch.bincount(label, minlength=C) / len(label)).square().sum().item()
+        return cut, 1 - cut - by_chance
+
+    label, centre = k_means(place(C)[some], C)
+    cut, best = judge(label)
+    chosen, most_cut = (C, centre, torch.zeros_like(centre[:, 0])), MORE_CUT * cut + FEW_CUT
+    for n_vectors in (C, round(1.5 * C), 2 * C) if even else ():  # classes that touch are parted by later vectors
+        rows = place(n_vectors)[some]
+        for _ in range(max(1, min(ATTEMPTS, CENTRES // C))):
+            attempt = evened_out(rows, k_means(rows, C, restarts=1)[1])
+            cut, modularity = judge(_assign(rows, *attempt))
+            if cut <= most_cut and modularity > best:
+                chosen, best = (n_vectors, *attempt), modularity
+    n_vectors, centre, bonus = chosen
+    return _assign(place(n_vectors), centre, bonus)
+
+
+def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -> Tensor:
+    """The eigenvectors of the largest eigenvalues of the neighbour graph of unit features x (N x d), the largest first:
+    N x n_vectors, or fewer where there are not as many.
 
     Images are joined through p landmarks (Chen & Cai 2011): each is tied to its nearest few, and two
     images are close when they share landmarks. The eigenvectors of that graph come from a p x p
-    matrix, so the cost grows with N, not with its square. Where k-means assumes round clusters of one
-    size, this follows chains of neighbours.
+    matrix, so the cost grows with N, not with its square.
     """
-    n_landmarks = min(len(x), max(2 * n_clusters, min(LANDMARKS, len(x) // 6)))
+    n_landmarks = min(len(x), max(n_vectors, min(LANDMARKS, len(x) // 6)))
     sample = x[torch.randperm(len(x), device=x.device)[:SAMPLE]]
     landmark = F.normalize(k_means(sample, n_landmarks, restarts=1, rounds=10)[1], dim=1)
 
@@ -77,9 +119,27 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
         graph += z.T @ z
     # In double precision, which not every GPU has; the largest eigenvalues come last.
     matrix = graph.double() if graph.is_cuda else graph.cpu().double()
-    vector = torch.linalg.eigh(matrix)[1][:, -n_clusters:].to(x)
-    embedding = torch.cat([ties(*chunk_ties) * scale @ vector for chunk_ties in near])
-    return k_means(F.normalize(embedding, dim=1), n_clusters)[0]
+    vector = torch.linalg.eigh(matrix)[1].flip(1)[:, :n_vectors].to(x)
+    return torch.cat([ties(*chunk_ties) * scale @ vector for chunk_ties in near])
+
+
+def evened_out(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+    """Centres (C x d), and a bonus for each (C), by which the rows of x fall into clusters of about one size."""
+    C = len(centre)
+    bonus = torch.zeros_like(centre[:, 0])
+    for _ in range(EVEN_ROUNDS):
+        closeness = -torch.cdist(x, centre).square() / SOFTNESS
+        for _ in range(BONUS_ROUNDS):
+            share = (closeness + bonus).softmax(1).mean(0)
+            bonus = bonus - (C * share.clamp(min=1e-9)).log()
+        p = (closeness + bonus).softmax(1)
+        centre = p.T @ x / p.sum(0)[:, None].clamp(min=1e-9)
+    return centre, bonus * SOFTNESS
+
+
+def _assign(x: Tensor, centre: Tensor, bonus: Tensor) -> Tensor:
+    rows = max(1, DISTANCES_AT_ONCE // len(centre))
+    return torch.cat([(torch.cdist(chunk, centre).square() - bonus).argmin(1) for chunk in x.split(rows)])
 
 
 def nearest_neighbours(x: Tensor, k: int) -> Tensor:
