@@ -26,9 +26,10 @@ from semclust.data import open_images, stream_images
 from semclust.distributed import ALONE, Group, checksum, from_environment, job_name, synchronise_batch_norm
 from semclust.errors import InputError
 from semclust.metrics import clustering_accuracy
+from semclust.plan import check_shares
 from semclust.predictor import Predictor
 from semclust.run_folder import RunFolder
-from semclust.train import Training, check_shares
+from semclust.train import Training
 
 # One process against two, float32: the sums over a batch are taken in another order.
 LOSSES_WITHIN = 1e-5  # relative

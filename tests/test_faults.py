@@ -30,6 +30,7 @@ from semclust.data import open_images
 from semclust.display import Display
 from semclust.errors import DamagedFileError, InputError, StoppedError
 from semclust.fitting import Watcher
+from semclust.inference import Inference
 from semclust.run_folder import RunFolder, metrics_csv
 from semclust.storage import write_tensors
 
@@ -243,7 +244,7 @@ def test_stopped_at_every_step_a_run_ends_in_the_same_bytes(tmp_path, changes):
 
 def test_a_signal_while_labels_are_renewed_waits_for_no_epoch(run, unbroken, monkeypatch):
     """All steps of the epoch are done and kept; only the labels are renewed again."""
-    features = fitting.Training._features
+    features = fitting.Training._features_of
 
     def interrupted(self, *args):
         if self.epoch == 4:
@@ -251,7 +252,7 @@ def test_a_signal_while_labels_are_renewed_waits_for_no_epoch(run, unbroken, mon
         return features(self, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(fitting.Training, "_features", interrupted)
+        patch.setattr(fitting.Training, "_features_of", interrupted)
         with pytest.raises(StoppedError, match="after 4 epochs and 3 steps"):
             finish(run)
     finish(run)
@@ -269,10 +270,10 @@ def test_steps_that_were_skipped_are_counted_once_where_labels_are_renewed_again
         os.kill(os.getpid(), signal.SIGTERM)
         return features(self, *args)
 
-    features = fitting.Training._features
+    features = fitting.Training._features_of
     changes = dict(augment=view, batch_size=8, epochs=2)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fitting.Training, "_features", stop_while_renewing)
+        patch.setattr(fitting.Training, "_features_of", stop_while_renewing)
         with pytest.raises(StoppedError, match="after 0 epochs and 6 steps"):
             finish(run, **changes)
     heard = Heard()
@@ -609,16 +610,16 @@ def test_a_device_too_small_for_two_images_is_told():
 
 
 def test_labels_are_renewed_by_smaller_batches_where_memory_is_short(monkeypatch):
-    encode, sizes = fitting.Training._features, []
+    encode, sizes = Inference._by_batches, []
 
     def small(self, *args):
-        sizes.append(self.inference_batch)
-        if self.inference_batch > 20:
+        sizes.append(self.batch)
+        if self.batch > 20:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return encode(self, *args)
 
     expected = fitting.fit(images(), settings())
-    monkeypatch.setattr(fitting.Training, "_features", small)
+    monkeypatch.setattr(Inference, "_by_batches", small)
     heard = Heard()
     fitted = fitting.fit(images(), settings(), heard)
     assert sizes[:7] == [1024, 512, 256, 128, 64, 32, 16] and set(sizes[7:]) == {16}

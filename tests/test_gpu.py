@@ -29,6 +29,7 @@ from semclust.distributed import ALONE, Group
 from semclust.engine import RecordedStep
 from semclust.errors import InputError, NotFiniteError
 from semclust.fitting import fit, start
+from semclust.inference import INFERENCE_BATCH
 from semclust.run_folder import RunFolder
 from semclust.storage import on_host
 from semclust.train import Training
@@ -239,9 +240,9 @@ def learn_with_little_memory(contrast: str, records: bool) -> dict[str, Any]:
     training = begin(96, heard.append, backbone=Hungry(3), contrast=contrast, compile=records)
     with memory_left(4.5):
         rows = [training.run_epoch()[0] for _ in range(4)]
-    found = {"parts": training.parts, "batch": training.inference_batch, "recorded": is_recorded(training)}
+    found = {"parts": training.parts, "batch": training.inference.batch, "recorded": is_recorded(training)}
     by_few = training.features()[1]
-    training.inference_batch = train.INFERENCE_BATCH
+    training.inference.batch = INFERENCE_BATCH
     by_all = training.features()[1]
     apart = max(float((by_few[name] - by_all[name]).abs().max()) for name in by_all)
     losses = [row["loss"] for row in rows if not row["skipped_steps"]]

@@ -61,7 +61,7 @@ def test_the_tasks_of_the_last_phase_are_at_work(monkeypatch):
     seen = set()
     learn = Training._learn_from
     monkeypatch.setattr(
-        Training, "_learn_from", lambda self, active, *batch: seen.add(active) or learn(self, active, *batch)
+        Training, "_learn_from", lambda self, phase, *batch: seen.add(phase.tasks) or learn(self, phase, *batch)
     )
     monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
     settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4)
@@ -157,7 +157,7 @@ def test_the_plain_script_learns_what_the_last_phase_does_also_from_odd_batches(
     monkeypatch.setattr(
         Training,
         "_learn_from",
-        lambda self, active, views, index: seen.append((active, len(index))) or learn(self, active, views, index),
+        lambda self, phase, views, index: seen.append((phase.tasks, len(index))) or learn(self, phase, views, index),
     )
     settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4, batch_size=17)
     pixels = np.zeros((70, 8, 8, 3), np.uint8)

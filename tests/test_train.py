@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +14,19 @@ from torch.testing import assert_close
 
 import naive
 from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
-from semclust import core, fitting, train
+from semclust import core, fitting, refresh, train
 from semclust.augment import choose_augmentation
 from semclust.config import Settings, preset
+from semclust.contrast import MOMENTUM
 from semclust.devices import choose_device
 from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
+from semclust.losses import cluster_task_losses, sample_losses
 from semclust.partition import centred, spectral_partition
+from semclust.plan import STEPS_AN_EPOCH, plan_tasks, with_epochs
 from semclust.run_folder import RunFolder
 from semclust.storage import on_host
-from semclust.train import (
-    MOMENTUM,
-    STEPS_AN_EPOCH,
-    Training,
-    plan_tasks,
-)
+from semclust.train import Training
 
 CONTRASTS = ("moco", "simclr", "instance-memory")
 FROM_THE_START = dict(over_from=0.0, over_until=1.0, cluster_from=0.0, neighbours=0)
@@ -168,9 +167,9 @@ def test_batches_follow_the_number_of_images():
 )
 def test_photographs_are_learned_longer_on_a_gpu(changes, channels, epochs):
     settings = tiny(**dict(epochs=None, backbone=TinyBackbone(channels)) | changes)
-    assert train.with_epochs(settings, channels, torch.device("cuda")).epochs == epochs
+    assert with_epochs(settings, channels, torch.device("cuda")).epochs == epochs
     on_cpu = epochs // 14 if epochs in (700, 350) else epochs
-    assert train.with_epochs(settings, channels, torch.device("cpu")).epochs == on_cpu
+    assert with_epochs(settings, channels, torch.device("cpu")).epochs == on_cpu
     assert fitting.start(make_images(24, channels=channels), settings).settings.n_epochs == on_cpu
 
 
@@ -565,8 +564,8 @@ def test_a_step_has_the_losses_of_the_paper(changes):
     learner.train()
     if settings.contrast == "moco":
         keys_back = {}
-        find_keys = training._keys
-        training._keys = lambda *args: keys_back.update(find_keys(*args)) or dict(keys_back)
+        find_keys = training.contrast.keys
+        training.contrast.keys = lambda *args: keys_back.update(find_keys(*args)) or dict(keys_back)
     result = step_on(training, index)
     if settings.symmetric:  # every image once with either view as its query
         index = index.repeat(2)
@@ -593,7 +592,7 @@ def test_a_step_has_the_losses_of_the_paper(changes):
         l_ids.append(((1 - w) * sum(own) + w * sum(other)) / len(own))
         l_cds.append(0.0)
     for name, task in learner.tasks.items():
-        if not training.learns(task) or name not in settings.tasks:
+        if name not in training.phase.tasks:
             continue
         (banks, y), (W, B) = before[name], linear[name]
         q_task, k_task = q[task.projection], k[task.projection]
@@ -617,7 +616,7 @@ def test_a_step_has_the_losses_of_the_paper(changes):
 
     # After the step: the twin has followed, the keys are in the memories.
     if settings.contrast == "instance-memory":
-        m = training.momentum
+        m = training.contrast.momentum
         for name, place in zip(q, range(len(stored)), strict=True):
             mixed = [naive.follow(a, b, m) for a, b in zip(k[name], q[name], strict=True)]
             k[name] = [[v / math.sqrt(naive.dot(row, row)) for v in row] for row in mixed]
@@ -627,13 +626,13 @@ def test_a_step_has_the_losses_of_the_paper(changes):
     for twin_weight, start, weight in zip(
         learner.twin.parameters() if twin_before else [], twin_before, learner.encoder.parameters(), strict=False
     ):
-        m = training.momentum
+        m = training.contrast.momentum
         assert_close(twin_weight.detach(), m * start + (1 - m) * weight.detach(), rtol=1e-5, atol=1e-7)
     naive.enqueue(instance_banks, k[learner.instance_projection], [0] * len(index))
     assert_close(torch.tensor(banks_of(learner.instance_memory)), torch.tensor(instance_banks), rtol=0, atol=1e-5)
     for name, task in learner.tasks.items():
         banks, y = before[name]
-        if training.learns(task):
+        if name in training.phase.tasks:
             naive.enqueue(banks, k[task.projection], y)
         assert_close(torch.tensor(banks_of(task.memory)), torch.tensor(banks), rtol=0, atol=1e-5)
 
@@ -645,7 +644,7 @@ def test_a_stored_vector_moves_towards_the_mean_of_both_views():
     stored, next_slot = learner.stored_keys.clone(), learner.instance_memory.next_slot.clone()
     calls = recorded(learner.encoder)
     step_on(training, index)
-    m = training.momentum
+    m = training.contrast.momentum
     for place, q in enumerate(calls[0][1][1].values()):
         views = q.detach().chunk(2)
         mixed = m * stored[place, index] + (1 - m) * (views[0] + views[1]) / 2
@@ -673,7 +672,12 @@ def one_batch(training: Training):
     training.learner.train()
     x = pixels_of(training, index).float() / 255
     h, q = training.learner.encoder(training.augmentation(x))
-    return index, h, q, training._keys(training.augmentation(x), index, len(index))
+    return index, h, q, training.contrast.keys(training.phase, training.augmentation(x), index, len(index))
+
+
+def losses_of_clusters(training: Training, *batch) -> tuple[torch.Tensor, ...]:
+    """Those of the target task, without pairs."""
+    return cluster_task_losses(training.learner.tasks["cluster"], training.settings, training.group, False, *batch)
 
 
 def reaches(loss: torch.Tensor, module: nn.Module) -> bool:
@@ -687,7 +691,7 @@ def test_the_consistency_loss_trains_the_encoder_only_where_asked(classifier_inp
     training = started(**FROM_THE_START, classifier_trains_encoder=trains, classifier_input=classifier_input)
     scrambled(training)
     task = training.learner.tasks["cluster"]
-    l_id, _, l_cd = training._cluster_task_losses(task, *one_batch(training))
+    l_id, _, l_cd = losses_of_clusters(training, *one_batch(training))
     assert reaches(l_cd.sum(), training.learner.encoder) == trains
     assert reaches(l_cd.sum(), task.classifier)
     assert reaches(l_id.sum(), training.learner.encoder)
@@ -700,7 +704,7 @@ def test_an_ablation_changes_the_loss_of_the_same_state(changes):
     for settings in (dict(), changes):
         training = started(**FROM_THE_START | settings)
         scrambled(training)
-        losses = training._cluster_task_losses(training.learner.tasks["cluster"], *one_batch(training))
+        losses = losses_of_clusters(training, *one_batch(training))
         results.append([loss.sum().item() for loss in losses])
     assert results[0] != results[1]
 
@@ -716,7 +720,7 @@ def test_images_that_swap_weigh_more():
         task.s.fill_(1)
         if hard is not None:
             task.s[hard] = 1e6
-        return training._cluster_task_losses(task, *batch)[0].sum().item()
+        return losses_of_clusters(training, *batch)[0].sum().item()
 
     each = [l_id(i) for i in range(16)]
     assert max(each) - min(each) > 0.1
@@ -783,7 +787,7 @@ def test_over_clusters_are_made_anew_after_every_epoch(monkeypatch):
         return torch.arange(len(x)) % n_clusters, None
 
     seen: list = []
-    monkeypatch.setattr("semclust.train.k_means", clusters_of)
+    monkeypatch.setattr("semclust.refresh.k_means", clusters_of)
     for by, times in (("k-means", 3), ("classifier", 0)):
         training = started(epochs=8, over_from=0.125, over_until=0.625, cluster_from=0.75, over_by=by)
         seen.clear()
@@ -834,7 +838,7 @@ def test_clusters_start_from_a_partition_of_the_pooled_features_and_go_on_by_the
         when.append(training.epoch)
         return spectral_partition(x, n_clusters, tau)
 
-    monkeypatch.setattr(train, "spectral_partition", partition)
+    monkeypatch.setattr(refresh, "spectral_partition", partition)
     for _ in range(8):
         training.run_epoch()
     assert when == [2]
@@ -869,7 +873,8 @@ def test_the_classifier_learns_from_pairs_with_a_gradient_to_the_encoder():
     task = training.learner.tasks["cluster"]
     h, q = training.learner.encoder(x)
     k = {name: F.normalize(torch.rand_like(each), dim=1) for name, each in q.items()}
-    _, _, l_cd = training._sample_losses(("cluster", "over"), index, h, q, k)
+    phase = replace(training.phase, tasks=("cluster", "over"))
+    _, _, l_cd = sample_losses(training.learner, training.settings, training.group, phase, index, h, q, k)
     p = task.classifier(F.normalize(h, dim=1)).softmax(1)
     memory = core.memory_assignment(core.bank_similarity(k["shared"], task.memory.keys, 0.2))
     mean = p.mean(0)
@@ -889,9 +894,9 @@ def test_parts_of_a_step_keep_pairs_together(monkeypatch, parts):
     order, seen = training._order()[0], []
     add_gradient = training._add_gradient
 
-    def watch(active, query, key, index, *rest):
+    def watch(phase, query, key, index, *rest):
         seen.append(index)
-        return add_gradient(active, query, key, index, *rest)
+        return add_gradient(phase, query, key, index, *rest)
 
     monkeypatch.setattr(training, "_add_gradient", watch)
     training.parts = parts
@@ -1001,8 +1006,8 @@ def test_the_momentum_twin_follows(momentum, moves):
 
 @pytest.mark.parametrize("contrast", CONTRASTS)
 def test_the_momentum_is_that_of_the_method_where_none_is_set(contrast):
-    assert started(contrast=contrast, momentum=None).momentum == MOMENTUM[contrast]
-    assert started(contrast=contrast, momentum=0.0).momentum == 0
+    assert started(contrast=contrast, momentum=None).contrast.momentum == MOMENTUM[contrast]
+    assert started(contrast=contrast, momentum=0.0).contrast.momentum == 0
 
 
 def test_keys_of_a_split_batch_are_shuffled_and_put_back():
@@ -1012,7 +1017,7 @@ def test_keys_of_a_split_batch_are_shuffled_and_put_back():
     learner.eval()  # batch norm without the batch: the twin gives what the encoder gives
     seen = recorded(learner.twin)
     torch.manual_seed(0)
-    k = training._keys(x, torch.arange(16), 16)
+    k = training.contrast.keys(training.phase, x, torch.arange(16), 16)
     assert_close(k["shared"], learner.encoder(x)[1]["shared"].detach())
     ((given,), _) = seen[0]
     assert not torch.equal(given, x)
@@ -1293,5 +1298,5 @@ def test_an_image_that_is_met_twice_in_a_batch_keeps_its_last_vector():
     training = started(contrast="instance-memory", momentum=0.0, neighbours=0, tasks=("cluster", "instance"))
     index = torch.tensor([3, 5, 3, 7])
     q = F.normalize(torch.randn(4, 8), dim=1)
-    training._remember(index, {"shared": q}, {"shared": torch.zeros(4, 8)}, (), torch.tensor(False))
+    training.contrast.remember(training.phase, index, {"shared": q}, {"shared": torch.zeros(4, 8)}, torch.tensor(False))
     assert_close(training.learner.stored_keys[0, [3, 5, 7]], q[[2, 1, 3]])

@@ -173,14 +173,19 @@ class Settings:
 
     @property
     def n_epochs(self) -> int:
-        """``epochs``, once it is decided for the images (``train.with_epochs``)."""
+        """``epochs``, once it is decided for the images (``plan.with_epochs``)."""
         assert self.epochs is not None
         return self.epochs
 
     @property
+    def instance_alone(self) -> bool:
+        """Whether there is instance contrast only, and no clusters to learn."""
+        return "cluster" not in self.tasks
+
+    @property
     def learns_pairs(self) -> bool:
         """Whether the clusters are learned from pairs of neighbours."""
-        return self.neighbours > 0 and "cluster" in self.tasks
+        return self.neighbours > 0 and not self.instance_alone
 
 
 def preset(name: str) -> dict[str, Any]:

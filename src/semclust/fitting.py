@@ -23,11 +23,12 @@ from semclust.data import Images
 from semclust.devices import choose_device
 from semclust.distributed import ALONE, Group
 from semclust.errors import DamagedFileError, InputError, NotFiniteError, StoppedError, TrainingError, in_short, plural
+from semclust.plan import check_shares
 from semclust.predictor import BATCH, Predictor
 from semclust.run_folder import RunFolder, metrics_csv
 from semclust.signals import StopSignals
 from semclust.storage import on_host
-from semclust.train import Training, check_shares
+from semclust.train import Training
 
 QUICK_CHECKPOINT = 0.1  # seconds; while training waits no longer for one, there is one after every epoch
 CHECKPOINT_SHARE = 0.05  # of the time, that training may wait for longer ones: then some epochs go without

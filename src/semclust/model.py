@@ -1,4 +1,4 @@
-"""Encoder f_theta, linear classifier f_phi, and what each clustering task keeps.
+"""The networks: encoder f_theta with its momentum twin, and linear classifier f_phi.
 
 Shapes: n batch, c channels, H x W pixels, D pooled feature, d representation, N images, C clusters.
 """
@@ -6,7 +6,6 @@ Shapes: n batch, c channels, H x W pixels, D pooled feature, d representation, N
 import copy
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from torch import Tensor, nn
 from semclust.augment import view_size
 from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, build_backbone, pool, stop_counting
 from semclust.config import Settings
-from semclust.core import SemanticMemory, bank_size
 from semclust.devices import computes_in_bfloat16
 from semclust.partition import cluster_means
 
@@ -111,6 +109,11 @@ def _projection(n_features: int, dim: int, norm: bool) -> nn.Sequential:
     )
 
 
+def in_unit_range(x: Tensor) -> Tensor:
+    """Bytes (n x c x H x W) as floats from 0 to 1, as the encoder takes them."""
+    return x.float().div(255).contiguous(memory_format=torch.channels_last)
+
+
 def classifier_input(h: Tensor, q: Tensor, pooled: bool) -> Tensor:
     """What the classifier sees, of unit length: the pooled feature h (n x D) or the representation q (n x d)."""
     return F.normalize(h, dim=1) if pooled else q
@@ -171,37 +174,6 @@ class ClusterNetwork(nn.Module):
         h, representations = self.encoder(self.encoder.at_view_size(x))
         (q,) = representations.values()
         return self.classifier(classifier_input(h, q, self.pooled)).softmax(1), q
-
-
-@dataclass(frozen=True)
-class TaskPlan:
-    """When a clustering task learns."""
-
-    n_clusters: int
-    begins: int  # epoch from which it learns; from 0 on, its first labels are random
-    ends: float = math.inf  # epoch from which it learns no more
-
-    def learns_in(self, epoch: int) -> bool:
-        return self.begins <= epoch < self.ends
-
-
-class ClusterTask(nn.Module):
-    """One clustering of all images into C groups: its memory, classifier, labels and swap counts."""
-
-    memory: SemanticMemory
-    classifier: LinearClassifier
-    y: Tensor
-    s: Tensor
-
-    def __init__(
-        self, plan: TaskPlan, n_images: int, K: int, dim: int, classifier_dim: int, tau: float, projection: str
-    ):
-        super().__init__()
-        self.plan, self.projection, self.n_clusters = plan, projection, plan.n_clusters
-        self.memory = SemanticMemory(plan.n_clusters, bank_size(K, plan.n_clusters), dim)
-        self.classifier = LinearClassifier(classifier_dim, plan.n_clusters, tau)
-        self.register_buffer("y", torch.randint(plan.n_clusters, (n_images,)))  # N: random at first
-        self.register_buffer("s", torch.ones(n_images))  # N: swaps, from 1
 
 
 def momentum_twin(encoder: Encoder) -> Encoder:

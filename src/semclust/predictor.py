@@ -17,9 +17,9 @@ from semclust.config import OWN_CODE, Settings, check, from_json, is_own_code, t
 from semclust.data import Images, stream_images
 from semclust.errors import DamagedFileError, InputError, in_short
 from semclust.groups import Groups
-from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, channels_last
+from semclust.learner import Learner
+from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, channels_last, in_unit_range
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
-from semclust.train import Learner, in_unit_range
 
 FORMAT = 2
 BATCH = 512

@@ -24,7 +24,8 @@ from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
-from semclust.train import Training, with_epochs
+from semclust.plan import with_epochs
+from semclust.train import Training
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
 BASELINE_STEPS, BASELINE_WARM_UP = 30, 5
@@ -227,9 +228,9 @@ def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) ->
     training.engine.second_stream = None
     training.epoch = max(0, settings.n_epochs - 1)
     training._begin_steps()
-    phase = training._learned_in(training.epoch)
     workers = min(BASELINE_WORKERS, os.cpu_count() or 1)
-    n = training.batch_size // training._lot * training._lot
+    phase = training.phase
+    n = training.batch_size // phase.lot * phase.lot
     n_steps = min(BASELINE_STEPS + BASELINE_WARM_UP, math.ceil(len(pixels) / n))
     loader = DataLoader(PillowViews(pixels), n, shuffle=True, drop_last=True, num_workers=workers)
     times = []

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from semclust import metrics
 from semclust.devices import own_random_numbers
 from semclust.partition import k_means
+from semclust.plan import Phase
 from semclust.train import Training
 
 PSEUDO_CLASSES = 10  # times the clusters that are asked for: Caron et al. found many more than there are classes best
@@ -67,7 +68,7 @@ class DeepCluster(Training):
         size = torch.bincount(self.pseudo, minlength=self.n_pseudo)
         return torch.multinomial(1 / size[self.pseudo], n_batches * n, replacement=True).view(n_batches, n)
 
-    def _learn_from(self, active: tuple[str, ...], views: Tensor, index: Tensor) -> Tensor:
+    def _learn_from(self, phase: Phase, views: Tensor, index: Tensor) -> Tensor:
         with self.precision:
             h, _ = self._encode(views)
         loss = F.cross_entropy(self.head(h), self.pseudo[index].repeat(2))

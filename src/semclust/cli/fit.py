@@ -151,8 +151,8 @@ def plan_of_resumed(command: Fit, argv: list[str], console: "Console") -> Plan:
 def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: str) -> "tuple[RunFolder, Settings]":
     """The folder of the run, and its settings. ``seen``: fingerprint of the images."""
     from semclust import distributed, fitting
+    from semclust.plan import with_epochs
     from semclust.run_folder import RunFolder
-    from semclust.train import with_epochs
 
     run, settings = plan.run, plan.settings
     if run is not None:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from semclust.config import Settings
-from semclust.train import plan_tasks
+from semclust.plan import plan_tasks
 
 CURVES = (
     ("Loss", None, (("loss", "in all"), ("loss_id", "instance"), ("loss_cd", "cluster"))),

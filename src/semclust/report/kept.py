@@ -19,11 +19,12 @@ from semclust.config import Settings, is_own_code
 from semclust.data import Images
 from semclust.devices import choose_device, own_random_numbers
 from semclust.errors import DamagedFileError, InputError, plural
+from semclust.learner import Learner
+from semclust.model import in_unit_range
 from semclust.report.pictures import Sheets, make_sheets
 from semclust.report.places import places
 from semclust.run_folder import RunFolder
 from semclust.storage import load_into, read_tensors, write_tensors
-from semclust.train import Learner, in_unit_range
 
 FORMAT = 1
 FILE = "report.safetensors"

@@ -1,0 +1,79 @@
+"""The network as it is over many images, without augmentation: their features, by which labels are renewed.
+
+Shapes: N images, D pooled feature, d representation.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from semclust.errors import plural
+from semclust.loader import ImageLoader
+from semclust.model import Encoder, in_unit_range
+
+INFERENCE_BATCH = 1024  # images at once, where the device has memory enough
+
+
+class Inference:
+    """Features by an encoder whose weights change."""
+
+    def __init__(
+        self,
+        encoder: Encoder,
+        encode: Callable[[Tensor], Any],
+        images: ImageLoader,
+        precision: AbstractContextManager[Any],
+        on_notice: Callable[[str], None],
+    ):
+        """``encode``: the encoder as steps call it."""
+        self.encoder, self._encode, self.images, self.precision = encoder, encode, images, precision
+        self.on_notice = on_notice
+        self.batch = INFERENCE_BATCH
+
+    @torch.no_grad()
+    def features(self, numbers: Tensor, pooled: bool, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
+        """h (N x D) and q of each projection (N x d) of the images ``numbers``. Without ``pooled``, h has no columns:
+        it would take four times the memory of q.
+
+        on_part: called after each batch; an exception that is raised there changes nothing."""
+        while True:
+            try:
+                return self._by_batches(numbers, pooled, on_part)
+            except torch.OutOfMemoryError:
+                if self.batch == 1:
+                    raise
+            self.batch //= 2
+            if numbers.device.type == "cuda":
+                torch.cuda.empty_cache()
+            self.on_notice(
+                f"The device is out of memory: labels are now renewed by batches of {plural(self.batch, 'image')}."
+            )
+
+    def _by_batches(
+        self, numbers: Tensor, pooled: bool, on_part: Callable[[], None]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        encode = self.encoder.eval().folded() or self._encode
+        wholes: list[Tensor] = []  # of h and each q, filled part by part: to put parts together takes twice the memory
+        done = 0
+        for part in self._in_even_batches(numbers):
+            with self.precision:
+                h, q = encode(self.encoder.at_view_size(in_unit_range(part)))
+            found = [h if pooled else h[:, :0], *q.values()]
+            wholes = wholes or [x.new_empty(len(numbers), x.shape[1]) for x in found]
+            for whole, x in zip(wholes, found, strict=True):
+                rows = whole[done : done + len(x)]
+                rows.copy_(x[: len(rows)])
+            done += len(part)
+            on_part()
+        return wholes[0], dict(zip(q, wholes[1:], strict=True))
+
+    def _in_even_batches(self, numbers: Tensor) -> Iterator[Tensor]:
+        """Some images in batches of one size: a compiled network is made for one. After the last image the first of
+        them come again."""
+        n = min(self.batch, len(numbers))
+        filled = math.ceil(len(numbers) / n) * n
+        return self.images.batches(numbers[torch.arange(filled, device=numbers.device) % len(numbers)].split(n))

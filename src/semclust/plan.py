@@ -1,0 +1,126 @@
+"""The plan of a run, made before it begins: what is learned when, for how long, and from batches of which size."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from semclust.augment import choose_family
+from semclust.config import Settings
+from semclust.distributed import Group
+from semclust.errors import InputError
+
+EPOCHS, EPOCHS_OF_PHOTOGRAPHS = 50, 700
+STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """When a clustering task learns."""
+
+    n_clusters: int
+    begins: int  # epoch from which it learns; from 0 on, its first labels are random
+    ends: float = math.inf  # epoch from which it learns no more
+
+    def learns_in(self, epoch: int) -> bool:
+        return self.begins <= epoch < self.ends
+
+    def is_parted_after(self, epochs: int) -> bool:
+        """Whether the labels then come from a partition of the features: at the start of the task."""
+        return epochs == self.begins and self.learns_in(epochs)
+
+
+def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
+    """How many clusters each task has and when it learns. "cluster" is always there: instance contrast
+    alone never trains on it, but it holds the k-means of the features."""
+    C = settings.n_clusters
+
+    def epoch(share: float) -> int:
+        return max(1, math.floor(share * settings.n_epochs)) if share else 0  # at 0, and only there, from random labels
+
+    begins = settings.n_epochs if settings.instance_alone else epoch(settings.cluster_from)
+    plans = {"cluster": TaskPlan(C, begins)}
+    if "under" in settings.tasks and C // 2 > 1:
+        plans["under"] = TaskPlan(C // 2, begins)
+    n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
+    if "over" in settings.tasks and n_over > C:
+        plans["over"] = TaskPlan(n_over, epoch(settings.over_from), epoch(settings.over_until))
+    return plans
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What the steps of an epoch learn: another phase is another step to record."""
+
+    tasks: tuple[str, ...]  # the clustering tasks that learn
+    nearest: bool  # whether instance contrast has nearest keys for positives, too
+    in_pairs: bool  # whether each image is followed by one of its neighbours
+
+    @property
+    def lot(self) -> int:
+        """Images of a batch that stay together where it is dealt out."""
+        return 2 if self.in_pairs else 1
+
+
+def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) -> Phase:
+    """Of the epoch ``epoch`` (from 0), by the plans of the tasks."""
+    tasks = tuple(name for name, plan in plans.items() if plan.learns_in(epoch))
+    nearest = settings.nearest > 0 and epoch >= math.floor(settings.nearest_from * settings.n_epochs)
+    return Phase(tasks, nearest, in_pairs=settings.learns_pairs and "cluster" in tasks)
+
+
+def with_epochs(settings: Settings, n_channels: int, device: torch.device) -> Settings:
+    """The same settings with a number of epochs, which where none is given follows from the kind of images. On a CPU
+    nobody would wait for as many as photographs need."""
+    if settings.epochs is not None:
+        return settings
+    many = choose_family(settings.augment, n_channels) == "natural" and device.type != "cpu"
+    return replace(settings, epochs=round(settings.effort * (EPOCHS_OF_PHOTOGRAPHS if many else EPOCHS)))
+
+
+def usual_batch_size(n_images: int) -> int:
+    return max(32, min(512, n_images // STEPS_AN_EPOCH))
+
+
+def usual_rate(batch_size: int) -> float:
+    """The noise of a batch's gradient falls with the root of its size. Rounded as people would write it down."""
+    return float(f"{0.17 * math.sqrt(batch_size / 256):.2g}")
+
+
+def rate_at(epoch: float, settings: Settings, begins: int, highest: float) -> float:
+    """The learning rate: after a linear rise, a cosine decay from ``highest`` to 0 until the clusters start, after
+    ``begins`` epochs, and a second, lower one from there on."""
+    rise = min(1.0, (epoch + 1e-2) / settings.warmup_epochs) if settings.warmup_epochs else 1.0
+    if epoch < begins:
+        peak, progress = 1.0, epoch / begins
+    else:
+        peak = settings.cluster_rate if begins else 1.0
+        progress = (epoch - begins) / max(1, settings.n_epochs - begins)
+    fall = 0.5 * (1 + math.cos(math.pi * progress))
+    return highest * peak * rise * fall
+
+
+def plan_batches(n_images: int, batch_size: int) -> tuple[int, int]:
+    """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2."""
+    n_batches = min(math.ceil(n_images / batch_size), n_images // 2)
+    return n_batches, math.ceil(n_images / n_batches)
+
+
+def check_shares(settings: Settings, n_images: int, group: Group) -> None:
+    """Raise InputError where a run cannot be shared by so many processes."""
+    if group.alone:
+        return
+    n = plan_batches(n_images, settings.batch_size or usual_batch_size(n_images))[1]
+    # Batch norm of one image is 0, and a pair is two.
+    fewest = 2 if settings.batch_norm == "local" or settings.learns_pairs else 1
+    if n // group.size < fewest:
+        raise InputError(
+            f"{group} for batches of {n} images, which leaves a process {n // group.size}; expected at least {fewest} "
+            "for each, a pair where neighbours are learned. Start fewer processes, or choose a larger --batch-size."
+        )
+    if settings.batch_norm_groups > 1:
+        raise InputError(
+            f"batch_norm_groups={settings.batch_norm_groups} with {group}: expected 1. With --batch-norm local "
+            "the part of each process is a group of its own."
+        )

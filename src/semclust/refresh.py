@@ -1,0 +1,108 @@
+"""The refresh of the labels at the end of an epoch: y of every task, and how often it has swapped (Eq. 5, 6).
+
+Shapes: N images, C clusters, D pooled feature, d representation.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from semclust import core, labels, metrics
+from semclust.config import Settings
+from semclust.learner import ClusterTask, Learner
+from semclust.model import classifier_input
+from semclust.partition import centred, k_means, nearest_neighbours, spectral_partition
+
+AT_ONCE = 1024  # images whose similarities to a whole memory are taken, or that are written into it
+
+
+@torch.no_grad()
+def renew_labels(
+    learner: Learner, settings: Settings, epoch: int, h: Tensor, q: dict[str, Tensor]
+) -> tuple[dict[str, Any], Tensor]:
+    """Renew y and s of every task after ``epoch`` epochs, from the features of all images: h (N x D) and, for each
+    projection, q (N x d). Something learns from labels then, or instance contrast is alone.
+
+    Returns figures, and p of the target task (N x C). The figures are those of that task, or of "over" while that is
+    all there is."""
+    tasks = learner.tasks
+    told = "cluster" if settings.instance_alone or tasks["cluster"].plan.learns_in(epoch) else "over"
+    p: dict[str, Tensor] = {}
+    for name, task in tasks.items():
+        q_task = q[task.projection]
+        seen = classifier_input(h, q_task, settings.classifier_input == "pooled")
+        y = next_labels(learner, settings, epoch, name, seen, h, q_task)
+        churn = torch.ne(y, task.y).float().mean().item()
+        task.s.copy_(labels.count_swaps(task.s, y, task.y))
+        task.y.copy_(y)
+        if epoch <= task.plan.begins:  # the labels so far were random: no swap means anything
+            churn = math.nan
+            task.s.fill_(1)
+        if name in ("cluster", told):
+            p[name] = task.classifier(seen).softmax(1)
+        if name == told:
+            figures = metrics.health(p[name], memory_labels(task, q_task, settings.temperature), churn)
+    if told == "over":
+        figures["score"] = math.nan  # these clusters are not the result, by which to choose an epoch
+    return {"spread": metrics.spread(q[tasks["cluster"].projection])} | figures, p["cluster"]
+
+
+def next_labels(
+    learner: Learner, settings: Settings, epoch: int, name: str, seen: Tensor, h: Tensor, q: Tensor
+) -> Tensor:
+    """The labels of the task ``name`` that the next epoch learns from. ``seen``: what its classifier sees, of h or q;
+    q: by its projection."""
+    task = learner.tasks[name]
+    C, tau = task.n_clusters, settings.temperature
+    if settings.instance_alone:
+        task.classifier.choose_nearest(seen, same_ids(k_means(seen, C)[0], task))
+        y = labels.most_likely(task.classifier(seen))
+        fill(task, q, y)
+    elif not task.plan.learns_in(epoch):
+        y = task.y
+    elif task.plan.is_parted_after(epoch):
+        directions = centred(h)
+        if name == "cluster" and settings.learns_pairs:
+            learner.neighbours.copy_(nearest_neighbours(directions, learner.neighbours.shape[1]))
+        y = same_ids(spectral_partition(directions, C, tau), task)
+        del directions  # as large as h
+        task.classifier.start_from(seen, y)
+        fill(task, q, y)
+    elif name == "over" and settings.over_by == "k-means":
+        # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
+        y = same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
+    else:
+        y = labels.most_likely(task.classifier(seen)) if settings.online else memory_labels(task, q, tau)
+        y = labels.merge_and_split(y, q, C, settings.min_cluster_size * len(q) / C)
+    return y
+
+
+def renewed(learner: Learner, settings: Settings, epoch: int) -> list[Tensor]:
+    """All that ``renew_labels`` may change after ``epoch`` epochs."""
+    found = [*learner.task_modules.parameters(), *learner.task_modules.buffers()]
+    if settings.learns_pairs and learner.tasks["cluster"].plan.is_parted_after(epoch):
+        found.append(learner.neighbours)
+    return found
+
+
+def same_ids(y: Tensor, task: ClusterTask) -> Tensor:
+    """Name the clusters of a partition as they were named before, as far as they are the same."""
+    renamed = labels.match_ids(y.cpu().numpy(), task.y.cpu().numpy(), task.n_clusters)
+    return torch.from_numpy(renamed).to(y.device)
+
+
+def fill(task: ClusterTask, q: Tensor, y: Tensor) -> None:
+    """Write all images into the memory of a task whose labels are new, in random order."""
+    for some in torch.randperm(len(q), device=q.device).split(AT_ONCE):
+        task.memory.enqueue(q[some], y[some])
+
+
+def memory_labels(task: ClusterTask, q: Tensor, tau: float) -> Tensor:
+    """The most likely cluster of every image by the memory (N, Eq. 3)."""
+    parts = q.split(AT_ONCE)  # one after the other: N x C similarities would not fit for many clusters
+    return torch.cat(
+        [labels.most_likely(core.memory_assignment(core.bank_similarity(x, task.memory.keys, tau))) for x in parts]
+    )
