@@ -142,7 +142,7 @@ class Settings:
     as in the paper."""
     balance: float = setting(5.0, low=0)
     """With neighbours, how much clusters of even sizes matter: without it, all images in one cluster would agree best.
-    Less for data that is truly imbalanced."""
+    Less for data that is truly imbalanced; at 0 the partition that clusters start from is not evened out either."""
     assign_by: Literal["query", "key"] = "key"
     """Whose distances to the memory the classifier learns from: the paper's query, or the key, which
     is another view: this asks the classifier to agree across views."""

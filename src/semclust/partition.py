@@ -21,7 +21,7 @@ ROWS, COLUMNS = 1024, 2**16  # of similarities at once
 SAMPLE = 20_000  # images among which landmarks are sought, and clusters
 NEAR = 20  # neighbours by which a partition is judged
 ATTEMPTS = 4  # of each kind, at a partition
-MORE_CUT, FEW_CUT = 2, 0.03  # times as many ties, and a share of all besides, that may be cut for even clusters
+MORE_CUT, FEW_CUT = 2, 0.02  # times as many ties, and a share of all besides, that may be cut for even clusters
 SOFTNESS = 0.1  # of the borders between clusters while they are evened out, as a squared distance of unit vectors
 EVEN_ROUNDS, BONUS_ROUNDS = 15, 8
 
@@ -78,11 +78,8 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
         return cut, (1 - cut - share.square().sum() + between).item()
 
     label, centre = k_means(place(C)[some], C)
-    chosen, most_cut, best = (
-        (C, centre, torch.zeros_like(centre[:, 0])),
-        MORE_CUT * judge(label)[0] + FEW_CUT,
-        -math.inf,
-    )
+    chosen, best = (C, centre, torch.zeros_like(centre[:, 0])), -math.inf
+    most_cut = MORE_CUT * judge(label)[0] + FEW_CUT
     for n_vectors in (C, round(1.5 * C), 2 * C) if even else ():  # classes that touch are parted by later vectors
         rows = place(n_vectors)[some]
         for _ in range(max(1, min(ATTEMPTS, CENTRES // C))):

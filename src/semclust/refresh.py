@@ -61,22 +61,25 @@ def next_labels(
         task.classifier.choose_nearest(seen, same_ids(k_means(seen, C)[0], task))
         y = labels.most_likely(task.classifier(seen))
         fill(task, q, y)
-    elif not task.plan.learns_in(epoch):
-        y = task.y
-    elif task.plan.is_parted_after(epoch):
+        return y
+    if not task.plan.learns_in(epoch):
+        return task.y
+    starts = task.plan.is_parted_after(epoch)
+    if name == "over" and settings.over_by == "k-means":
+        # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
+        y = same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
+    elif starts:
         directions = centred(h)
         if name == "cluster" and settings.learns_pairs:
             learner.neighbours.copy_(nearest_neighbours(directions, learner.neighbours.shape[1]))
-        y = same_ids(spectral_partition(directions, C, tau), task)
+        y = same_ids(spectral_partition(directions, C, tau, even=settings.balance > 0), task)
         del directions  # as large as h
-        task.classifier.start_from(seen, y)
-        fill(task, q, y)
-    elif name == "over" and settings.over_by == "k-means":
-        # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
-        y = same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
     else:
         y = labels.most_likely(task.classifier(seen)) if settings.online else memory_labels(task, q, tau)
         y = labels.merge_and_split(y, q, C, settings.min_cluster_size * len(q) / C)
+    if starts:
+        task.classifier.start_from(seen, y)
+        fill(task, q, y)
     return y
 
 
