@@ -21,7 +21,7 @@ ROWS, COLUMNS = 1024, 2**16  # of similarities at once
 SAMPLE = 20_000  # images among which landmarks are sought, and clusters
 NEAR = 20  # neighbours by which a partition is judged
 ATTEMPTS = 4  # of each kind, at a partition
-MORE_CUT, FEW_CUT = 2, 0.02  # times as many ties, and a share of all besides, that may be cut for even clusters
+MORE_CUT, FEW_CUT = 2, 0.03  # times as many ties, and a share of all besides, that may be cut for even clusters
 SOFTNESS = 0.1  # of the borders between clusters while they are evened out, as a squared distance of unit vectors
 EVEN_ROUNDS, BONUS_ROUNDS = 15, 8
 
@@ -56,8 +56,8 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
 
     Where k-means assumes round clusters of one size, this follows chains of neighbours. Left to itself it would rather
     cut off a small knot of images that are nearly the same than part two classes that touch. So where ``even``, the
-    clusters are evened out: of several attempts the best one, unless clusters of their own sizes cut far fewer ties
-    between neighbours.
+    clusters are evened out: of several attempts the best one, unless clusters of their own sizes are better, or cut far
+    fewer ties between neighbours.
     """
     C = n_clusters
     embedding = spectral_embedding(x, 2 * C, tau, neighbours)
@@ -67,26 +67,27 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     def place(n_vectors: int) -> Tensor:
         return F.normalize(embedding[:, :n_vectors], dim=1)
 
-    def judge(label: Tensor) -> tuple[float, float]:
-        """Of a partition of the sample: the share of ties between neighbours that it cuts; and how good it is. That is
-        how many more it leaves whole than chance would at the sizes of its clusters (the modularity of Newman & Girvan
-        2004), and the share of the features' variance that lies between the clusters."""
+    def judge(label: Tensor) -> tuple[float, float, float]:
+        """Of a partition of the sample: the share of ties between neighbours that it cuts; how many more it leaves
+        whole than chance would at the sizes of its clusters (the modularity of Newman & Girvan 2004); and the share of
+        the features' variance that lies between the clusters."""
         cut = torch.ne(label[near], label[:, None]).float().mean().item()
         mean, size = cluster_means(x[some], label, C)
         share = size.to(x) / len(label)
         between = share @ mean.square().sum(1)  # of features that are unit vectors around 0
-        return cut, (1 - cut - share.square().sum() + between).item()
+        return cut, 1 - cut - share.square().sum().item(), between.item()
 
     label, centre = k_means(place(C)[some], C)
+    own_cut, own_modularity, _ = judge(label)
     chosen, best = (C, centre, torch.zeros_like(centre[:, 0])), -math.inf
-    most_cut = MORE_CUT * judge(label)[0] + FEW_CUT
     for n_vectors in (C, round(1.5 * C), 2 * C) if even else ():  # classes that touch are parted by later vectors
         rows = place(n_vectors)[some]
         for _ in range(max(1, min(ATTEMPTS, CENTRES // C))):
             attempt = evened_out(rows, k_means(rows, C, restarts=1)[1])
-            cut, good = judge(_assign(rows, *attempt))
-            if cut <= most_cut and good > best:
-                chosen, best = (n_vectors, *attempt), good
+            cut, modularity, between = judge(_assign(rows, *attempt))
+            may_be = cut <= MORE_CUT * own_cut + FEW_CUT and modularity > own_modularity
+            if may_be and modularity + between > best:
+                chosen, best = (n_vectors, *attempt), modularity + between
     n_vectors, centre, bonus = chosen
     return _assign(place(n_vectors), centre, bonus)
 
