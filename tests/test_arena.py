@@ -77,7 +77,7 @@ def test_the_rows_have_the_settings_they_say(compared):
     stored = {name: json.loads((compared / "runs" / f"{name}-seed1.json").read_text())["settings"] for name in COMPARED}
     assert all(s["n_clusters"] == 10 and s["random_state"] == 1 and s["epochs"] == 4 for s in stored.values())
     assert stored["paper"]["temperature"] == preset("paper")["temperature"] and stored["paper"]["width"] == 2
-    assert stored["moco"] == stored["default"] | {"tasks": ["instance"]}
+    assert stored["moco"] == stored["default"] | {"tasks": ["instance"], "nearest": 0.0}
     assert stored["deepcluster"] == stored["moco"]
 
 

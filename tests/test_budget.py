@@ -120,9 +120,10 @@ def test_measuring_leaves_the_run_as_it_was():
     measured = budget.measure(training)
     assert training.epoch == 0 and torch.equal(torch.get_rng_state(), random_before)
     assert all(torch.equal(tensor, before[name]) for name, tensor in training.state().items())
-    assert set(measured.steps) == {"", "over", "cluster under"} and min(measured.steps.values()) > 0
+    phases = {"", "over nearest", "nearest", "cluster under nearest"}  # each another step, to be recorded
+    assert set(measured.steps) == phases and min(measured.steps.values()) > 0
     kinds = {training.kind_of_epoch(epoch) for epoch in range(20)}
-    assert set(measured.renewal) == {"; ".join(kind) for kind in kinds} and len(kinds) == 5
+    assert set(measured.renewal) == {"; ".join(kind) for kind in kinds} and len(kinds) == 6
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 2.5])

@@ -82,7 +82,7 @@ def captured_and_plain(**changes) -> list[list[float]]:
     """The losses of the first epochs, plain, recorded, and compiled and recorded, from the same random numbers.
     The first has instance contrast alone, the second all tasks."""
     images = open_images(stripes_and_spots(480))
-    settings = dict(n_clusters=2, epochs=8, width=16, batch_size=48, device="cuda", cluster_from=0.125, over_from=0.125)
+    settings = EARLY | dict(width=16, batch_size=48, device="cuda", nearest_from=0.125)
     losses = []
     for records, compiles in ((False, False), (True, False), (True, True)):
         training = start(images, Settings(**settings | changes))

@@ -38,10 +38,10 @@ class Settings:
 
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int | None = setting(None, low=1)
-    """Passes over the images. None: 50, and on a GPU 700 for photographs, which take so long to be understood; times
-    effort."""
+    """Passes over the images. None: 50, and on an NVIDIA or AMD GPU 700 for photographs, which take so long to be
+    understood; times effort."""
     effort: float = setting(1.0, low=0.02)
-    """Where epochs is None: how many times as long to learn as usual."""
+    """Where neither epochs nor minutes are given: how many times as long to learn as usual."""
     minutes: float | None = setting(None, low=0.01)
     """Time that a fit may take, in place of epochs: as many are chosen as fit into it on this machine, with the
     learning rate decayed at the end. Reading the images and the report come on top."""
@@ -86,7 +86,7 @@ class Settings:
     their batch's statistics."""
     batch_norm: Literal["synchronised", "local"] = "synchronised"
     """With several processes: batch norm over the whole batch, as one process has it; or over each process's own
-    part, with the keys shuffled among the processes, as MoCo has it, which waits less."""
+    part, with the keys dealt out among the processes, as MoCo shuffles them, which waits less."""
 
     # ---- the method --------------------------------------------------------------------------
     contrast: Literal["moco", "simclr", "instance-memory"] = "moco"
@@ -112,7 +112,7 @@ class Settings:
     are learned, it does."""
     min_cluster_size: float = setting(0.16, low=0, high=1)
     """Clusters under this share of the mean size are merged away and the largest split in their
-    place. 0 turns this off, for data that is truly imbalanced."""
+    place. 0 turns this off, for data that is truly imbalanced (see also balance)."""
 
     # ---- what the default adds to the paper --------------------------------------------------
     nearest: float = setting(0.5, low=0, high=1)
@@ -141,8 +141,8 @@ class Settings:
     when the clusters start; fewer where clusters are small), on whose cluster the classifier is to agree. 0: no pairs,
     as in the paper."""
     balance: float = setting(5.0, low=0)
-    """With neighbours, how much clusters of even sizes matter: without it, all images in one cluster would agree best.
-    Less for data that is truly imbalanced; at 0 the partition that clusters start from is not evened out either."""
+    """How much clusters of even sizes matter: of pairs, all images in one cluster would agree best. Less for data that
+    is truly imbalanced; at 0 the partition that clusters start from is not evened out either."""
     assign_by: Literal["query", "key"] = "key"
     """Whose distances to the memory the classifier learns from: the paper's query, or the key, which
     is another view: this asks the classifier to agree across views."""

@@ -1,7 +1,7 @@
 """Partitions of finished features: k-means, and a spectral partition that scales with the images.
 
-Used to start the labels and to group the features of instance contrast alone. Works on whichever
-device the features lie; random numbers come from torch's default generator.
+Used to start the labels, to renew those of over-clusters and to group the features of instance contrast alone. Works
+on whichever device the features lie; random numbers come from torch's default generator.
 
 Shapes: N images, C clusters, d dimension, p landmarks.
 """
@@ -18,7 +18,7 @@ CENTRES = 500  # of all restarts of k-means together
 LANDMARKS = 1000
 CANDIDATES = 2**18  # images among which neighbours are sought
 ROWS, COLUMNS = 1024, 2**16  # of similarities at once
-SAMPLE = 20_000  # images among which landmarks are sought, and clusters
+SAMPLE, OF_EACH = 20_000, 20  # images among which landmarks are sought, and clusters; more where these are very many
 NEAR = 20  # neighbours by which a partition is judged
 ATTEMPTS = 4  # of each kind, at a partition
 MORE_CUT, FEW_CUT = 2, 0.03  # times as many ties, and a share of all besides, that may be cut for even clusters
@@ -60,12 +60,11 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     fewer ties between neighbours.
     """
     C = n_clusters
-    embedding = spectral_embedding(x, 2 * C, tau, neighbours)
-    some = torch.randperm(len(x), device=x.device)[:SAMPLE]  # of so many images, where the borders run is clear enough
+    # Of so many images, where the borders run is clear enough.
+    some = torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * C)]
     near = nearest_neighbours(x[some], max(1, min(NEAR, len(some) // (4 * C))))
-
-    def place(n_vectors: int) -> Tensor:
-        return F.normalize(embedding[:, :n_vectors], dim=1)
+    even = even and len(some) * C <= DISTANCES_AT_ONCE  # of very many clusters, none is large or small enough to matter
+    embedding = spectral_embedding(x, 2 * C if even else C, tau, neighbours)
 
     def judge(label: Tensor) -> tuple[float, float, float]:
         """Of a partition of the sample: the share of ties between neighbours that it cuts; how many more it leaves
@@ -77,19 +76,20 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
         between = share @ mean.square().sum(1)  # of features that are unit vectors around 0
         return cut, 1 - cut - share.square().sum().item(), between.item()
 
-    label, centre = k_means(place(C)[some], C)
+    label, centre = k_means(F.normalize(embedding[some, :C], dim=1), C)
     own_cut, own_modularity, _ = judge(label)
     chosen, best = (C, centre, torch.zeros_like(centre[:, 0])), -math.inf
     for n_vectors in (C, round(1.5 * C), 2 * C) if even else ():  # classes that touch are parted by later vectors
-        rows = place(n_vectors)[some]
-        for _ in range(max(1, min(ATTEMPTS, CENTRES // C))):
+        rows = F.normalize(embedding[some, :n_vectors], dim=1)
+        for _ in range(ATTEMPTS):
             attempt = evened_out(rows, k_means(rows, C, restarts=1)[1])
             cut, modularity, between = judge(_assign(rows, *attempt))
             may_be = cut <= MORE_CUT * own_cut + FEW_CUT and modularity > own_modularity
             if may_be and modularity + between > best:
                 chosen, best = (n_vectors, *attempt), modularity + between
     n_vectors, centre, bonus = chosen
-    return _assign(place(n_vectors), centre, bonus)
+    chunks = embedding[:, :n_vectors].split(CHUNK)
+    return torch.cat([_assign(F.normalize(chunk, dim=1), centre, bonus) for chunk in chunks])
 
 
 def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -> Tensor:
@@ -101,7 +101,7 @@ def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -
     matrix, so the cost grows with N, not with its square.
     """
     n_landmarks = min(len(x), max(n_vectors, min(LANDMARKS, len(x) // 6)))
-    sample = x[torch.randperm(len(x), device=x.device)[:SAMPLE]]
+    sample = x[torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * n_landmarks)]]
     landmark = F.normalize(k_means(sample, n_landmarks, restarts=1, rounds=10)[1], dim=1)
 
     def zeros(*shape: int) -> Tensor:

@@ -66,16 +66,17 @@ class Phase:
 def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) -> Phase:
     """Of the epoch ``epoch`` (from 0), by the plans of the tasks."""
     tasks = tuple(name for name, plan in plans.items() if plan.learns_in(epoch))
-    nearest = settings.nearest > 0 and epoch >= math.floor(settings.nearest_from * settings.n_epochs)
+    joins = max(1, math.floor(settings.nearest_from * settings.n_epochs))  # in the first epoch there are no keys yet
+    nearest = settings.nearest > 0 and epoch >= joins
     return Phase(tasks, nearest, in_pairs=settings.learns_pairs and "cluster" in tasks)
 
 
 def with_epochs(settings: Settings, n_channels: int, device: torch.device) -> Settings:
-    """The same settings with a number of epochs, which where none is given follows from the kind of images. On a CPU
-    nobody would wait for as many as photographs need."""
+    """The same settings with a number of epochs, which where none is given follows from the kind of images. Without an
+    NVIDIA or AMD GPU nobody would wait for as many as photographs need."""
     if settings.epochs is not None:
         return settings
-    many = choose_family(settings.augment, n_channels) == "natural" and device.type != "cpu"
+    many = choose_family(settings.augment, n_channels) == "natural" and device.type == "cuda"
     return replace(settings, epochs=round(settings.effort * (EPOCHS_OF_PHOTOGRAPHS if many else EPOCHS)))
 
 

@@ -80,6 +80,7 @@ def measure_speed(
     whole = []
     for number in range(1 + epochs):
         whole.append(seconds_of(lambda: training.run_epoch(on_step), device))
+        refresh += [0.0] * (number + 1 - len(refresh))  # where nothing learns from labels
         kind = "warm-up" if number == 0 else f"epoch {number}"
         tell(f"{kind}: {whole[-1]:.3f} s, {refresh[-1]:.3f} s of it for the labels")
     seconds, label_seconds = float(np.mean(whole[1:])), float(np.mean(refresh[1:]))

@@ -58,7 +58,7 @@ Keys = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # numbers of images,
 
 
 class Training:
-    """A run in progress. ``run_epoch`` until ``epoch == settings.epochs``."""
+    """A run in progress. ``run_epoch`` until ``epoch == settings.n_epochs``."""
 
     def __init__(
         self,
@@ -140,10 +140,10 @@ class Training:
     def kind_of_epoch(self, epoch: int) -> tuple[str, str]:
         """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks.
         Epochs of one kind take the same time."""
-        if self.settings.instance_alone:
-            return "instance", ""
+        phase = self._phase_of(epoch)
+        learned = [*phase.tasks, *(["nearest"] if phase.nearest else [])]
         parted = [name for name, task in self.learner.tasks.items() if task.plan.is_parted_after(epoch + 1)]
-        return " ".join(self._phase_of(epoch).tasks), " ".join(parted)
+        return " ".join(learned), "" if self.settings.instance_alone else " ".join(parted)
 
     # ---- one epoch -------------------------------------------------------------------------------
 
@@ -433,6 +433,8 @@ class Training:
     def keeps_pooled(self) -> bool:
         """Whether the label refresh needs the pooled features h of all images."""
         if self.settings.classifier_input == "pooled":
+            return True
+        if "over" in self.learner.tasks and self.settings.over_by == "k-means":
             return True
         return not self.settings.instance_alone and any(task.plan.begins > 0 for task in self.learner.tasks.values())
 

@@ -23,8 +23,8 @@ METHODS: dict[Name, Method] = {
     "best": Method("semclust, best", "best"),
     "paper": Method("semclust, paper", "paper"),
     "k-means": Method("k-means on pixels", by="k-means"),
-    "moco": Method("instance contrast (MoCo) + k-means", changes={"tasks": ("instance",)}),
-    "deepcluster": Method("DeepCluster + k-means", changes={"tasks": ("instance",)}, by="deepcluster"),
+    "moco": Method("instance contrast (MoCo) + k-means", changes={"tasks": ("instance",), "nearest": 0.0}),
+    "deepcluster": Method("DeepCluster + k-means", changes={"tasks": ("instance",), "nearest": 0.0}, by="deepcluster"),
 }
 COMPARED: tuple[Name, ...] = ("default", "k-means", "moco", "deepcluster", "paper")
 
@@ -34,7 +34,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "without cross-cluster discrimination": {"cross_cluster": False},
     "without online cluster discrimination": {"online": False},
     "without hard samples": {"hard_samples": False},
-    "instance contrast alone": {"tasks": ("instance",)},
+    "instance contrast alone": {"tasks": ("instance",), "nearest": 0.0},
     "without neighbours": {"neighbours": 0},
     "without nearest keys as positives": {"nearest": 0.0},
     "without over-clusters": {"tasks": ("cluster", "instance")},
