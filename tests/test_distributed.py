@@ -119,8 +119,14 @@ EARLY = dict(cluster_from=0.3, over_from=0.2)
 CASES = {
     "default": {},
     "paper": dict(
-        cluster_from=0, neighbours=0, tasks=("cluster", "under", "instance"), attraction=0, assign_by="query"
+        cluster_from=0,
+        neighbours=0,
+        tasks=("cluster", "under", "instance"),
+        attraction=0,
+        assign_by="query",
+        nearest=0,
     ),
+    "late": dict(over_from=0.25, over_until=0.5, cluster_from=0.75),  # after the second epoch no labels are renewed
     "symmetric": dict(symmetric=True, **EARLY),
     "simclr": dict(contrast="simclr", **EARLY),
     "instance-memory": dict(contrast="instance-memory", symmetric=True, **EARLY),

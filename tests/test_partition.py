@@ -187,6 +187,14 @@ def touching_and_a_knot():
     return F.normalize(centre[y] + noise * torch.randn(len(y), 24), dim=1), y
 
 
+def test_borders_that_a_sample_shows_hold_for_all_images(monkeypatch):
+    monkeypatch.setattr(partition, "SAMPLE", 120)
+    torch.manual_seed(0)
+    y = torch.arange(4).repeat_interleave(300)
+    x = F.normalize(torch.eye(4, 12)[y] + 0.15 * torch.randn(1200, 12), dim=1)
+    assert agreement(spectral_partition(x, 4, tau=0.2), y) > 0.98
+
+
 @pytest.mark.parametrize("seed", [0, 2])
 def test_classes_that_touch_are_parted_rather_than_a_knot_cut_off(seed):
     torch.manual_seed(seed)
