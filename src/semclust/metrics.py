@@ -74,6 +74,11 @@ def health(p: Tensor, y_memory: Tensor, churn: float) -> dict[str, Any]:
 HEALTH = ("clusters", "churn", "agreement", "confidence", "smallest", "largest", "score", "sizes")
 
 
+def health_of_features(q: Tensor) -> dict[str, Any]:
+    """The same columns of an epoch that has no clusters to tell of: only the spread of the features (N x d)."""
+    return {"spread": spread(q)} | dict.fromkeys(HEALTH, math.nan)
+
+
 def spread(q: Tensor) -> float:
     """Variance of unit vectors q (N x d), 0 to 1: at 0 all images look alike to the network."""
     return 1 - q.mean(0).square().sum().item()

@@ -62,34 +62,45 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     C = n_clusters
     # Of so many images, where the borders run is clear enough.
     some = torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * C)]
-    near = nearest_neighbours(x[some], max(1, min(NEAR, len(some) // (4 * C))))
     even = even and len(some) * C <= DISTANCES_AT_ONCE  # of very many clusters, none is large or small enough to matter
     embedding = spectral_embedding(x, 2 * C if even else C, tau, neighbours)
+    label, centre = k_means(F.normalize(embedding[some, :C], dim=1), C)
+    even_cut = best_even_cut(x[some], embedding[some], C, label) if even else None
+    n_vectors, centre, bonus = even_cut or (C, centre, torch.zeros_like(centre[:, 0]))
+    chunks = embedding[:, :n_vectors].split(CHUNK)
+    return torch.cat([_assign(F.normalize(chunk, dim=1), centre, bonus) for chunk in chunks])
+
+
+def best_even_cut(
+    x: Tensor, embedding: Tensor, n_clusters: int, own_sizes: Tensor
+) -> tuple[int, Tensor, Tensor] | None:
+    """Of several cuts of unit features x (N x d) into even clusters, by their ``embedding``, the best: the number of
+    eigenvectors, centres in their space and a bonus for each. None, where the clusters ``own_sizes`` (N) are better
+    than all of them or cut far fewer ties between neighbours."""
+    C = n_clusters
+    near = nearest_neighbours(x, max(1, min(NEAR, len(x) // (4 * C))))
 
     def judge(label: Tensor) -> tuple[float, float, float]:
-        """Of a partition of the sample: the share of ties between neighbours that it cuts; how many more it leaves
-        whole than chance would at the sizes of its clusters (the modularity of Newman & Girvan 2004); and the share of
-        the features' variance that lies between the clusters."""
+        """Of a partition: the share of ties between neighbours that it cuts; how many more it leaves whole than chance
+        would at the sizes of its clusters (the modularity of Newman & Girvan 2004); and the share of the features'
+        variance that lies between the clusters."""
         cut = torch.ne(label[near], label[:, None]).float().mean().item()
-        mean, size = cluster_means(x[some], label, C)
+        mean, size = cluster_means(x, label, C)
         share = size.to(x) / len(label)
         between = share @ mean.square().sum(1)  # of features that are unit vectors around 0
         return cut, 1 - cut - share.square().sum().item(), between.item()
 
-    label, centre = k_means(F.normalize(embedding[some, :C], dim=1), C)
-    own_cut, own_modularity, _ = judge(label)
-    chosen, best = (C, centre, torch.zeros_like(centre[:, 0])), -math.inf
-    for n_vectors in (C, round(1.5 * C), 2 * C) if even else ():  # classes that touch are parted by later vectors
-        rows = F.normalize(embedding[some, :n_vectors], dim=1)
+    own_cut, own_modularity, _ = judge(own_sizes)
+    chosen, best = None, -math.inf
+    for n_vectors in (C, round(1.5 * C), 2 * C):  # classes that touch are parted by later vectors
+        rows = F.normalize(embedding[:, :n_vectors], dim=1)
         for _ in range(ATTEMPTS):
             attempt = evened_out(rows, k_means(rows, C, restarts=1)[1])
             cut, modularity, between = judge(_assign(rows, *attempt))
             may_be = cut <= MORE_CUT * own_cut + FEW_CUT and modularity > own_modularity
             if may_be and modularity + between > best:
                 chosen, best = (n_vectors, *attempt), modularity + between
-    n_vectors, centre, bonus = chosen
-    chunks = embedding[:, :n_vectors].split(CHUNK)
-    return torch.cat([_assign(F.normalize(chunk, dim=1), centre, bonus) for chunk in chunks])
+    return chosen
 
 
 def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -> Tensor:

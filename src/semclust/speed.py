@@ -24,7 +24,6 @@ from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
-from semclust.plan import with_epochs
 from semclust.train import Training
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
@@ -49,7 +48,6 @@ def measure_speed(
     """
     started = time.perf_counter() if started is None else started
     device = choose_device(settings.device)
-    settings = with_epochs(settings, channels, device)
     batch = settings.batch_size or 32
     if n_images < FEWEST_STEPS * batch or size < 4 or epochs < 1:
         raise InputError(
@@ -59,6 +57,7 @@ def measure_speed(
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
     augmentation = choose_augmentation(settings.augment, channels, settings.crop_size)
     training = Training(pixels, settings, augmentation, device, tell)
+    settings = training.settings  # with its number of epochs
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

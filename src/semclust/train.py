@@ -1,8 +1,8 @@
 """The training loop: joint learning of several tasks, one epoch at a time (Section 3.2).
 
-An epoch is: steps over all images in random order, then the renewal of every label. All that training
-changes is in ``Training.state()``, and every epoch seeds its own random numbers, so a run can stop after any
-step and go on as if it had not.
+An epoch is: steps over all images in random order, then the renewal of the labels that the next one learns from. All
+that training changes is in ``Training.state()``, and every epoch seeds its own random numbers, so a run can stop after
+any step and go on as if it had not.
 
 Several processes (``distributed.Group``) hold the same learner and know the same batches; each works on its part of
 every batch. What is said of a batch here holds for the part, but for ``index``, the numbers of the whole batch.
@@ -427,7 +427,7 @@ class Training:
     def _figures_of_some(self, q: dict[str, Tensor]) -> dict[str, Any]:
         """The figures of an epoch after which no labels are renewed, by ``features_of_some``."""
         some = self.group.gather(q[self.learner.tasks["cluster"].projection], len(self._some_images()))
-        return {"spread": metrics.spread(some)} | dict.fromkeys(metrics.HEALTH, math.nan)
+        return metrics.health_of_features(some)
 
     @property
     def keeps_pooled(self) -> bool:

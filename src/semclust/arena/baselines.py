@@ -3,7 +3,6 @@
 Shapes: n batch, N images, D pooled feature, C clusters.
 """
 
-import math
 from typing import Any
 
 import numpy as np
@@ -82,8 +81,7 @@ class DeepCluster(Training):
         self._renew_pseudo_labels(whiten(h))
         x = F.normalize(h, dim=1)
         clusters = k_means(x, self.settings.n_clusters)[0]
-        figures = dict.fromkeys(metrics.HEALTH, math.nan)
-        return {"spread": metrics.spread(x)} | figures, F.one_hot(clusters, self.settings.n_clusters).float()
+        return metrics.health_of_features(x), F.one_hot(clusters, self.settings.n_clusters).float()
 
     @torch.no_grad()
     def _renew_pseudo_labels(self, x: Tensor) -> None:

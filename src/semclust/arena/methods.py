@@ -17,14 +17,17 @@ class Method:
     by: Literal["semclust", "k-means", "deepcluster"] = "semclust"
 
 
+INSTANCE_ALONE: dict[str, Any] = {"tasks": ("instance",), "nearest": 0.0}  # every image told apart from all others
+
 METHODS: dict[Name, Method] = {
     "quick": Method("semclust, quick", "quick"),
     "default": Method("semclust, default", "default"),
     "best": Method("semclust, best", "best"),
     "paper": Method("semclust, paper", "paper"),
     "k-means": Method("k-means on pixels", by="k-means"),
-    "moco": Method("instance contrast (MoCo) + k-means", changes={"tasks": ("instance",), "nearest": 0.0}),
-    "deepcluster": Method("DeepCluster + k-means", changes={"tasks": ("instance",), "nearest": 0.0}, by="deepcluster"),
+    "moco": Method("instance contrast (MoCo) + k-means", changes=INSTANCE_ALONE),
+    # The tasks of semclust are not learned; the network and its projection are those of instance contrast.
+    "deepcluster": Method("DeepCluster + k-means", changes=INSTANCE_ALONE, by="deepcluster"),
 }
 COMPARED: tuple[Name, ...] = ("default", "k-means", "moco", "deepcluster", "paper")
 
@@ -34,7 +37,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "without cross-cluster discrimination": {"cross_cluster": False},
     "without online cluster discrimination": {"online": False},
     "without hard samples": {"hard_samples": False},
-    "instance contrast alone": {"tasks": ("instance",), "nearest": 0.0},
+    "instance contrast alone": INSTANCE_ALONE,
     "without neighbours": {"neighbours": 0},
     "without nearest keys as positives": {"nearest": 0.0},
     "without over-clusters": {"tasks": ("cluster", "instance")},

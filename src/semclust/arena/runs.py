@@ -1,6 +1,5 @@
 """One run of a method, and a folder that keeps the finished ones: what is there is not run again."""
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -113,8 +112,6 @@ def carry_out_one(run: Run, images: Images, watcher: Watcher) -> dict[str, Any]:
 def deepcluster(images: Images, labels: np.ndarray, settings: Settings, watcher: Watcher) -> list[dict[str, Any]]:
     """The rows of DeepCluster's epochs."""
     started = time.monotonic()
-    # The tasks of semclust are not learned; the network and its projection are those of instance contrast.
-    settings = dataclasses.replace(settings, tasks=("instance",))
     training = fitting.start(images, settings, watcher.warn, kind=DeepCluster)
     share_of_steps = fitting.keep_to_budget(training, None, lambda: time.monotonic() - started)
     watcher.begin(training)
