@@ -23,7 +23,7 @@ from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
 from semclust.losses import cluster_task_losses, sample_losses
 from semclust.partition import centred, spectral_partition
-from semclust.plan import STEPS_AN_EPOCH, plan_tasks, with_epochs
+from semclust.plan import STEPS_AN_EPOCH, plan_batches, plan_tasks, usual_batch_size, with_epochs
 from semclust.run_folder import RunFolder
 from semclust.storage import on_host
 from semclust.train import Training
@@ -140,15 +140,43 @@ def test_the_learning_rate_rises_and_falls_to_zero_and_once_more_with_the_cluste
 def test_the_learning_rate_follows_the_size_of_a_batch(batch_size, rate):
     """The size that it has, not the one that was asked for."""
     n = 400 if batch_size == 1024 else batch_size
-    assert started(n, batch_size=batch_size).peak_rate == rate
+    assert started(n, batch_size=batch_size, neighbours=0).peak_rate == rate
     assert started(n, batch_size=batch_size, learning_rate=0.5).peak_rate == 0.5
 
 
+@pytest.mark.parametrize("epochs, rate", [(10, 0.17), (50, 0.17), (200, 0.12), (800, 0.085)])
+def test_the_learning_rate_of_a_long_run_is_lower(epochs, rate):
+    training = started(256, batch_size=256, epochs=1)
+    training.set_epochs(epochs)
+    assert training.peak_rate == rate
+
+
 def test_batches_follow_the_number_of_images():
-    assert started(40, batch_size=None).batch_size == 32
-    assert started(40, batch_size=7).batch_size == 7
-    assert started(STEPS_AN_EPOCH * 50, batch_size=None, epochs=1).batch_size == 50
-    assert started(STEPS_AN_EPOCH * 600, batch_size=None, epochs=1).batch_size == 512
+    assert usual_batch_size(40) == 32
+    assert usual_batch_size(STEPS_AN_EPOCH * 50) == 50
+    assert usual_batch_size(STEPS_AN_EPOCH * 600) == 512
+
+
+@pytest.mark.parametrize(
+    "n, batch_size, neighbours, planned",
+    [
+        (40, None, 0, (2, 20)),
+        (50, 7, 0, (8, 7)),
+        (50, 7, 3, (9, 6)),
+        (49, 16, 3, (4, 14)),
+        (49, 16, 0, (4, 13)),
+        (5, 2, 3, (2, 4)),
+    ],
+)
+def test_batches_are_of_one_size_and_even_where_pairs_are_learned(n, batch_size, neighbours, planned):
+    settings = Settings(batch_size=batch_size, neighbours=neighbours)
+    assert plan_batches(settings, n) == planned
+
+
+@pytest.mark.parametrize("epochs, begins", [(50, 32), (100, 65), (171, 111), (172, 112), (700, 640)])
+def test_of_a_long_run_most_is_for_the_features(epochs, begins):
+    assert plan_tasks(Settings(epochs=epochs), 1000)["cluster"].begins == begins
+    assert plan_tasks(Settings(epochs=epochs, cluster_from=0.0, neighbours=0), 1000)["cluster"].begins == 0
 
 
 @pytest.mark.parametrize(

@@ -172,7 +172,7 @@ def measure(training: Training) -> Schedule:
 
 def seconds_of_steps(training: Training) -> float:
     """Of the steps of a whole epoch, judged by a few of them."""
-    whole, _ = training._batches()
+    whole = training.n_batches
     timed = min(whole, PLAIN_STEPS + 1)
     training.try_steps(timed)  # records, where steps are recorded
     while True:

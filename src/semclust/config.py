@@ -49,7 +49,7 @@ class Settings:
     """Images a step. None: 512, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
     learning_rate: float | None = setting(None, low=0)
     """Peak learning rate of SGD; it decays to 0 along a cosine until the clusters start, see also cluster_rate. None:
-    0.17 for batches of 256, and in proportion to the square root of their size."""
+    0.17 for batches of 256, and in proportion to the square root of their size; lower for more than 50 epochs."""
     weight_decay: float = setting(5e-4, low=0)
     """Weight decay of SGD."""
     warmup_epochs: int = setting(3, low=0)
@@ -131,8 +131,10 @@ class Settings:
     """What renews the labels of the task "over": k-means on the pooled features, anew after every epoch, so that no
     early partition locks itself in; or the task's classifier, as for the other tasks."""
     cluster_from: float = setting(0.65, low=0, high=1)
-    """Share of the epochs after which the tasks "cluster" and "under" join. Their labels start from a
-    spectral partition of the pooled features; at 0 they start at random, as in the paper."""
+    """Share of the epochs after which the tasks "cluster" and "under" join, or later, see cluster_epochs. Their labels
+    start from a spectral partition of the pooled features; at 0 they start at random, as in the paper."""
+    cluster_epochs: int = setting(60, low=1)
+    """They join for so many epochs at most, unless from the start: most of a long run is for the features."""
     cluster_rate: float = setting(0.25, low=0, high=1)
     """Peak of the learning rate from then on, as a share of learning_rate; it decays to 0 once more. The clusters so
     start from settled features, which they change only a little."""

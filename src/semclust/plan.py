@@ -39,7 +39,11 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     def epoch(share: float) -> int:
         return max(1, math.floor(share * settings.n_epochs)) if share else 0  # at 0, and only there, from random labels
 
-    begins = settings.n_epochs if settings.instance_alone else epoch(settings.cluster_from)
+    begins = epoch(settings.cluster_from)
+    if settings.instance_alone:
+        begins = settings.n_epochs
+    elif begins:
+        begins = max(begins, settings.n_epochs - settings.cluster_epochs)
     plans = {"cluster": TaskPlan(C, begins)}
     if "under" in settings.tasks and C // 2 > 1:
         plans["under"] = TaskPlan(C // 2, begins)
@@ -84,9 +88,11 @@ def usual_batch_size(n_images: int) -> int:
     return max(32, min(512, n_images // STEPS_AN_EPOCH))
 
 
-def usual_rate(batch_size: int) -> float:
-    """The noise of a batch's gradient falls with the root of its size. Rounded as people would write it down."""
-    return float(f"{0.17 * math.sqrt(batch_size / 256):.2g}")
+def usual_rate(batch_size: int, epochs: int) -> float:
+    """The noise of a batch's gradient falls with the root of its size; and the more steps there are, the smaller they
+    may be. Rounded as people would write it down."""
+    rate = 0.17 * math.sqrt(batch_size / 256) * (EPOCHS / max(EPOCHS, epochs)) ** 0.25
+    return float(f"{rate:.2g}")
 
 
 def rate_at(epoch: float, settings: Settings, begins: int, highest: float) -> float:
@@ -102,17 +108,20 @@ def rate_at(epoch: float, settings: Settings, begins: int, highest: float) -> fl
     return highest * peak * rise * fall
 
 
-def plan_batches(n_images: int, batch_size: int) -> tuple[int, int]:
-    """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2."""
-    n_batches = min(math.ceil(n_images / batch_size), n_images // 2)
-    return n_batches, math.ceil(n_images / n_batches)
+def plan_batches(settings: Settings, n_images: int) -> tuple[int, int]:
+    """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2. An even
+    number where pairs are learned later: of another size, the step would have to be compiled once more for them."""
+    lot = 2 if settings.learns_pairs else 1
+    most = (settings.batch_size or usual_batch_size(n_images)) // lot * lot
+    n_batches = min(math.ceil(n_images / most), n_images // 2)
+    return n_batches, math.ceil(n_images / n_batches / lot) * lot
 
 
 def check_shares(settings: Settings, n_images: int, group: Group) -> None:
     """Raise InputError where a run cannot be shared by so many processes."""
     if group.alone:
         return
-    n = plan_batches(n_images, settings.batch_size or usual_batch_size(n_images))[1]
+    n = plan_batches(settings, n_images)[1]
     # Batch norm of one image is 0, and a pair is two.
     fewest = 2 if settings.batch_norm == "local" or settings.learns_pairs else 1
     if n // group.size < fewest:

@@ -230,7 +230,7 @@ def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) ->
     training._begin_steps()
     workers = min(BASELINE_WORKERS, os.cpu_count() or 1)
     phase = training.phase
-    n = training.batch_size // phase.lot * phase.lot
+    n = training.batch_size
     n_steps = min(BASELINE_STEPS + BASELINE_WARM_UP, math.ceil(len(pixels) / n))
     loader = DataLoader(PillowViews(pixels), n, shuffle=True, drop_last=True, num_workers=workers)
     times = []

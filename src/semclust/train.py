@@ -41,7 +41,6 @@ from semclust.plan import (
     plan_phase,
     plan_tasks,
     rate_at,
-    usual_batch_size,
     usual_rate,
     with_epochs,
 )
@@ -81,8 +80,7 @@ class Training:
         self._random_state: list[Tensor] = []  # to go on from within an epoch
         self.n_images, self.image_shape = len(pixels), pixels.shape[1:]
         self.images = choose_loader(pixels, device, settings.images_on)
-        self.batch_size = settings.batch_size or usual_batch_size(self.n_images)
-        self.peak_rate = usual_rate(self._batches()[1]) if settings.learning_rate is None else settings.learning_rate
+        self.n_batches, self.batch_size = plan_batches(settings, self.n_images)
         with own_random_numbers(settings.random_state, 0, device):
             self.learner = Learner(settings, self.image_shape, self.n_images)
         self._local_norms = not group.alone and settings.batch_norm == "local"
@@ -206,7 +204,7 @@ class Training:
         step, losses = self.step, self.losses
         self.step = 0
         try:
-            self._steps(lambda n_images: None, 1.0 if n is None else n / self._batches()[0])
+            self._steps(lambda n_images: None, 1.0 if n is None else n / self.n_batches)
         finally:
             self.step, self.losses = step, losses
 
@@ -235,7 +233,7 @@ class Training:
         """The images of each step (steps x n): all of them in random order. Every batch has the same size, as a
         recorded step needs it; to fill the last one, the first few images come once more. Where pairs are learned, half
         of them, each followed by one of its neighbours."""
-        n_batches, n = self._batches()
+        n_batches, n = self.n_batches, self.batch_size
         order = torch.randperm(self.n_images, device=self.device)
         order = torch.cat([order, order[: n_batches * n - self.n_images]]).view(n_batches, n)
         if not self.phase.in_pairs:
@@ -244,12 +242,13 @@ class Training:
         which = torch.randint(self.learner.neighbours.shape[1], order.shape, device=self.device)
         return torch.stack([order, self.learner.neighbours[order, which].long()], dim=2).flatten(1)
 
-    def _batches(self) -> tuple[int, int]:
-        """Number of batches in an epoch, and of images in each."""
-        return plan_batches(self.n_images, self.batch_size)
-
     def _not_finite(self, what: str) -> NotFiniteError:
         return NotFiniteError(f"{what} of epoch {self.epoch + 1}.")
+
+    @property
+    def peak_rate(self) -> float:
+        rate = self.settings.learning_rate
+        return usual_rate(self.batch_size, self.settings.n_epochs) if rate is None else rate
 
     def learning_rate(self, epoch: float) -> float:
         """After so many epochs, of which the last may be a part."""
