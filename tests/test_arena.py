@@ -341,4 +341,4 @@ def test_the_learning_rate_of_deepcluster_falls_once(digits):
     settings = Settings(**METHODS["deepcluster"].changes, n_clusters=3, epochs=20, width=4, warmup_epochs=0)
     training = fitting.start(open_images(digits, size=8), settings, kind=DeepCluster)
     rates = [training.learning_rate(epoch) for epoch in range(20)]
-    assert rates == sorted(rates, reverse=True) and len(training._order()[0]) == training._batches()[1]
+    assert rates == sorted(rates, reverse=True) and len(training._order()[0]) == training.batch_size

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
 from sklearn.metrics import adjusted_rand_score
+from torch import Tensor
 
 from semclust import partition
 from semclust.partition import cluster_means, k_means, nearest, spectral_partition
@@ -207,6 +208,32 @@ def test_classes_that_touch_are_parted_rather_than_a_knot_cut_off(seed):
         assert (sizes.min() > 120) == even
 
 
+def test_of_several_draws_of_landmarks_the_best_partition_is_taken(monkeypatch):
+    torch.manual_seed(0)
+    y = torch.arange(4).repeat_interleave(60)
+    x = F.normalize(torch.eye(4, 12)[y] + 0.15 * torch.randn(240, 12), dim=1)
+    draw, drawn = partition.spectral_embedding, []
+
+    def one_good_draw(*args) -> Tensor:
+        drawn.append(args)
+        return draw(*args) if len(drawn) == 5 else torch.randn(240, 8)
+
+    monkeypatch.setattr(partition, "spectral_embedding", one_good_draw)
+    assert agreement(spectral_partition(x, 4, tau=0.2), y) > 0.98
+    assert len(drawn) == partition.DRAWS
+
+
+@pytest.mark.parametrize("C, draws", [(10, 8), (100, 5), (400, 1)])
+def test_of_many_clusters_fewer_draws_are_made(C, draws, monkeypatch):
+    drawn = []
+    draw = partition.spectral_embedding
+    monkeypatch.setattr(partition, "spectral_embedding", lambda *args: drawn.append(args) or draw(*args))
+    monkeypatch.setattr(partition, "EVEN_ROUNDS", 1)
+    torch.manual_seed(0)
+    spectral_partition(F.normalize(torch.randn(1200, 8), dim=1), C, tau=0.2)
+    assert len(drawn) == draws
+
+
 @pytest.mark.parametrize("C, shares", [(2, (0.9, 0.1)), (3, (0.6, 0.3, 0.1)), (4, (0.4, 0.3, 0.2, 0.1))])
 def test_clusters_are_evened_out(C, shares):
     torch.manual_seed(0)
@@ -214,9 +241,9 @@ def test_clusters_are_evened_out(C, shares):
     x = F.normalize(torch.eye(C, 8)[y] + 0.2 * torch.randn(2000, 8), dim=1)
     centre, _ = cluster_means(x, y, C)
     even_centre, bonus = partition.evened_out(x, centre)
-    sizes = partition._assign(x, even_centre, bonus).bincount(minlength=C)
+    sizes = partition._cut(x, even_centre, bonus).bincount(minlength=C)
     assert sizes.max() < 1.6 * sizes.min()
-    assert partition._assign(x, centre, torch.zeros(C)).bincount(minlength=C).max() > 1.5 * 2000 / C
+    assert partition._cut(x, centre, torch.zeros(C)).bincount(minlength=C).max() > 1.5 * 2000 / C
 
 
 def test_even_clusters_are_left_as_they_are():
@@ -224,7 +251,7 @@ def test_even_clusters_are_left_as_they_are():
     y = torch.arange(4).repeat_interleave(50)
     x = F.normalize(torch.eye(4, 8)[y] + 0.1 * torch.randn(200, 8), dim=1)
     centre, _ = cluster_means(x, y, 4)
-    assert torch.equal(partition._assign(x, *partition.evened_out(x, centre)), y)
+    assert torch.equal(partition._cut(x, *partition.evened_out(x, centre)), y)
 
 
 @pytest.mark.parametrize("C, each", [(2, 10), (4, 5), (5, 60), (10, 30)])

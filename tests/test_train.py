@@ -165,7 +165,8 @@ def test_batches_follow_the_number_of_images():
         (50, 7, 3, (9, 6)),
         (49, 16, 3, (4, 14)),
         (49, 16, 0, (4, 13)),
-        (5, 2, 3, (2, 4)),
+        (5, 2, 3, (3, 2)),
+        (5, 2, 0, (2, 3)),
     ],
 )
 def test_batches_are_of_one_size_and_even_where_pairs_are_learned(n, batch_size, neighbours, planned):
@@ -177,16 +178,22 @@ def test_batches_are_of_one_size_and_even_where_pairs_are_learned(n, batch_size,
 def test_of_a_long_run_most_is_for_the_features(epochs, begins):
     assert plan_tasks(Settings(epochs=epochs), 1000)["cluster"].begins == begins
     assert plan_tasks(Settings(epochs=epochs, cluster_from=0.0, neighbours=0), 1000)["cluster"].begins == 0
+    assert plan_tasks(Settings(epochs=epochs, tasks=("instance",)), 1000)["cluster"].begins == epochs
+
+
+@pytest.mark.parametrize("cluster_epochs, begins", [(1, 19), (3, 17), (7, 13), (100, 13)])
+def test_the_clusters_learn_for_so_many_epochs_at_most(cluster_epochs, begins):
+    assert plan_tasks(Settings(epochs=20, cluster_epochs=cluster_epochs), 1000)["cluster"].begins == begins
 
 
 @pytest.mark.parametrize(
     "changes, channels, epochs",
     [
-        (dict(), 1, 50),
+        (dict(), 1, 80),
         (dict(), 3, 700),
         (dict(augment="natural"), 1, 700),
-        (dict(augment="strokes"), 3, 50),
-        (dict(augment="none"), 3, 50),
+        (dict(augment="strokes"), 3, 80),
+        (dict(augment="none"), 3, 80),
         (dict(augment=lambda x: x), 3, 700),
         (dict(effort=0.5), 3, 350),
         (dict(effort=0.03), 1, 2),

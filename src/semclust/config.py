@@ -38,8 +38,8 @@ class Settings:
 
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int | None = setting(None, low=1)
-    """Passes over the images. None: 50, and on an NVIDIA or AMD GPU 700 for photographs, which take so long to be
-    understood; times effort."""
+    """Passes over the images. None: 80; for photographs, which take longer to be understood, 700 on an NVIDIA or AMD
+    GPU and elsewhere 50, as nobody would wait for more; times effort."""
     effort: float = setting(1.0, low=0.02)
     """Where neither epochs nor minutes are given: how many times as long to learn as usual."""
     minutes: float | None = setting(None, low=0.01)

@@ -7,6 +7,8 @@ Shapes: N images, C clusters, d dimension, p landmarks.
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -14,13 +16,13 @@ from torch import Tensor
 
 CHUNK = 8192  # images at once, so that memory does not grow with N x p
 DISTANCES_AT_ONCE = 2**23
-CENTRES = 500  # of all restarts of k-means together
+CENTRES = 500  # of all restarts of k-means together, and of all draws of a partition: of many clusters each costs more
 LANDMARKS = 1000
 CANDIDATES = 2**18  # images among which neighbours are sought
 ROWS, COLUMNS = 1024, 2**16  # of similarities at once
 SAMPLE, OF_EACH = 20_000, 20  # images among which landmarks are sought, and clusters; more where these are very many
 NEAR = 20  # neighbours by which a partition is judged
-ATTEMPTS = 4  # of each kind, at a partition
+DRAWS, ATTEMPTS = 8, 4  # of landmarks, and of each kind with each of them, at a partition
 MORE_CUT, FEW_CUT = 2, 0.03  # times as many ties, and a share of all besides, that may be cut for even clusters
 SOFTNESS = 0.1  # of the borders between clusters while they are evened out, as a squared distance of unit vectors
 EVEN_ROUNDS, BONUS_ROUNDS = 15, 8
@@ -56,7 +58,7 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
 
     Where k-means assumes round clusters of one size, this follows chains of neighbours. Left to itself it would rather
     cut off a small knot of images that are nearly the same than part two classes that touch. So where ``even``, the
-    clusters are evened out: of several attempts the best one, unless clusters of their own sizes are better, or cut far
+    clusters are evened out: of many attempts the best one, unless clusters of their own sizes are better, or cut far
     fewer ties between neighbours.
     """
     C = n_clusters
@@ -64,43 +66,57 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     some = torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * C)]
     even = even and len(some) * C <= DISTANCES_AT_ONCE  # of very many clusters, none is large or small enough to matter
     embedding = spectral_embedding(x, 2 * C if even else C, tau, neighbours)
-    label, centre = k_means(F.normalize(embedding[some, :C], dim=1), C)
-    even_cut = best_even_cut(x[some], embedding[some], C, label) if even else None
-    n_vectors, centre, bonus = even_cut or (C, centre, torch.zeros_like(centre[:, 0]))
-    chunks = embedding[:, :n_vectors].split(CHUNK)
-    return torch.cat([_assign(F.normalize(chunk, dim=1), centre, bonus) for chunk in chunks])
+    label = _cut(embedding, k_means(F.normalize(embedding[some, :C], dim=1), C)[1])
+    if not even:
+        return label
+    judge = Judge(x[some], C)
+    own, best = judge(label[some]), -math.inf
+    for draw in range(max(1, min(DRAWS, CENTRES // C))):
+        if draw:  # other landmarks make another graph
+            embedding = spectral_embedding(x, 2 * C, tau, neighbours)
+        for centre, bonus in even_cuts(embedding[some], C):
+            found = judge(_cut(embedding[some], centre, bonus))
+            may_be = found.cut <= MORE_CUT * own.cut + FEW_CUT and found.modularity > own.modularity
+            if may_be and found.worth > best:
+                label, best = _cut(embedding, centre, bonus), found.worth
+    return label
 
 
-def best_even_cut(
-    x: Tensor, embedding: Tensor, n_clusters: int, own_sizes: Tensor
-) -> tuple[int, Tensor, Tensor] | None:
-    """Of several cuts of unit features x (N x d) into even clusters, by their ``embedding``, the best: the number of
-    eigenvectors, centres in their space and a bonus for each. None, where the clusters ``own_sizes`` (N) are better
-    than all of them or cut far fewer ties between neighbours."""
+def even_cuts(embedding: Tensor, n_clusters: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Several cuts into even clusters: centres among the first so many eigenvectors, and a bonus for each."""
     C = n_clusters
-    near = nearest_neighbours(x, max(1, min(NEAR, len(x) // (4 * C))))
-
-    def judge(label: Tensor) -> tuple[float, float, float]:
-        """Of a partition: the share of ties between neighbours that it cuts; how many more it leaves whole than chance
-        would at the sizes of its clusters (the modularity of Newman & Girvan 2004); and the share of the features'
-        variance that lies between the clusters."""
-        cut = torch.ne(label[near], label[:, None]).float().mean().item()
-        mean, size = cluster_means(x, label, C)
-        share = size.to(x) / len(label)
-        between = share @ mean.square().sum(1)  # of features that are unit vectors around 0
-        return cut, 1 - cut - share.square().sum().item(), between.item()
-
-    own_cut, own_modularity, _ = judge(own_sizes)
-    chosen, best = None, -math.inf
     for n_vectors in (C, round(1.5 * C), 2 * C):  # classes that touch are parted by later vectors
         rows = F.normalize(embedding[:, :n_vectors], dim=1)
         for _ in range(ATTEMPTS):
-            attempt = evened_out(rows, k_means(rows, C, restarts=1)[1])
-            cut, modularity, between = judge(_assign(rows, *attempt))
-            may_be = cut <= MORE_CUT * own_cut + FEW_CUT and modularity > own_modularity
-            if may_be and modularity + between > best:
-                chosen, best = (n_vectors, *attempt), modularity + between
-    return chosen
+            yield evened_out(rows, k_means(rows, C, restarts=1)[1])
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """How good a partition is, as far as the features tell."""
+
+    cut: float  # the share of ties between neighbours that it cuts
+    modularity: float  # how many more it leaves whole than chance would at its sizes (Newman & Girvan 2004)
+    between: float  # the share of the features' variance that lies between the clusters
+
+    @property
+    def worth(self) -> float:
+        return self.modularity + self.between
+
+
+class Judge:
+    """Judges partitions of unit features x (N x d) around 0, without labels."""
+
+    def __init__(self, x: Tensor, n_clusters: int):
+        self.x, self.n_clusters = x, n_clusters
+        self.near = nearest_neighbours(x, max(1, min(NEAR, len(x) // (4 * n_clusters))))
+
+    def __call__(self, label: Tensor) -> Judgement:
+        cut = torch.ne(label[self.near], label[:, None]).float().mean().item()
+        mean, size = cluster_means(self.x, label, self.n_clusters)
+        share = size.to(self.x) / len(label)
+        between = share @ mean.square().sum(1)
+        return Judgement(cut, 1 - cut - share.square().sum().item(), between.item())
 
 
 def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -> Tensor:
@@ -141,22 +157,24 @@ def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -
 
 
 def evened_out(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
-    """Centres (C x d), and a bonus for each (C), by which the rows of x fall into clusters of about one size."""
-    C = len(centre)
-    bonus = torch.zeros_like(centre[:, 0])
+    """Centres (C x d), and a bonus for each (C), by which the unit rows of x fall into clusters of about one size."""
+    N, C = len(x), len(centre)
+    factor = torch.ones_like(centre[:, 0])  # by which the bonus makes each cluster more likely
     for _ in range(EVEN_ROUNDS):
-        closeness = -torch.cdist(x, centre).square() / SOFTNESS
-        for _ in range(BONUS_ROUNDS):
-            share = (closeness + bonus).softmax(1).mean(0)
-            bonus = bonus - (C * share.clamp(min=1e-9)).log()
-        p = (closeness + bonus).softmax(1)
+        closeness = (-torch.cdist(x, centre).square() / SOFTNESS).exp()  # at least exp(-40): they are unit vectors
+        for _ in range(BONUS_ROUNDS):  # after Sinkhorn: so that the probabilities of each cluster sum to N / C
+            factor = N / C / (closeness.T @ (closeness @ factor).reciprocal())
+        p = closeness * factor
+        p = p / p.sum(1, keepdim=True)
         centre = p.T @ x / p.sum(0)[:, None].clamp(min=1e-9)
-    return centre, bonus * SOFTNESS
+    return centre, factor.log() * SOFTNESS
 
 
-def _assign(x: Tensor, centre: Tensor, bonus: Tensor) -> Tensor:
+def _cut(embedding: Tensor, centre: Tensor, bonus: Tensor | float = 0.0) -> Tensor:
+    """The cluster of each row: of the nearest centre, among as many eigenvectors as that has, after its bonus."""
     rows = max(1, DISTANCES_AT_ONCE // len(centre))
-    return torch.cat([(torch.cdist(chunk, centre).square() - bonus).argmin(1) for chunk in x.split(rows)])
+    chunks = (F.normalize(chunk[:, : centre.shape[1]], dim=1) for chunk in embedding.split(rows))
+    return torch.cat([(torch.cdist(chunk, centre).square() - bonus).argmin(1) for chunk in chunks])
 
 
 def nearest_neighbours(x: Tensor, k: int) -> Tensor:

@@ -11,7 +11,8 @@ from semclust.config import Settings
 from semclust.distributed import Group
 from semclust.errors import InputError
 
-EPOCHS, EPOCHS_OF_PHOTOGRAPHS = 50, 700
+EPOCHS = {"drawings": 80, "photographs": 700, "photographs without a GPU": 50}
+SHORT = 50  # epochs; runs that are longer have a lower learning rate
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 
 
@@ -80,8 +81,10 @@ def with_epochs(settings: Settings, n_channels: int, device: torch.device) -> Se
     NVIDIA or AMD GPU nobody would wait for as many as photographs need."""
     if settings.epochs is not None:
         return settings
-    many = choose_family(settings.augment, n_channels) == "natural" and device.type == "cuda"
-    return replace(settings, epochs=round(settings.effort * (EPOCHS_OF_PHOTOGRAPHS if many else EPOCHS)))
+    kind = "photographs" if choose_family(settings.augment, n_channels) == "natural" else "drawings"
+    if kind == "photographs" and device.type != "cuda":
+        kind = "photographs without a GPU"
+    return replace(settings, epochs=round(settings.effort * EPOCHS[kind]))
 
 
 def usual_batch_size(n_images: int) -> int:
@@ -91,7 +94,7 @@ def usual_batch_size(n_images: int) -> int:
 def usual_rate(batch_size: int, epochs: int) -> float:
     """The noise of a batch's gradient falls with the root of its size; and the more steps there are, the smaller they
     may be. Rounded as people would write it down."""
-    rate = 0.17 * math.sqrt(batch_size / 256) * (EPOCHS / max(EPOCHS, epochs)) ** 0.25
+    rate = 0.17 * math.sqrt(batch_size / 256) * (SHORT / max(SHORT, epochs)) ** 0.25
     return float(f"{rate:.2g}")
 
 
@@ -109,11 +112,12 @@ def rate_at(epoch: float, settings: Settings, begins: int, highest: float) -> fl
 
 
 def plan_batches(settings: Settings, n_images: int) -> tuple[int, int]:
-    """Number of batches in an epoch, and of images in each, which is at most ``batch_size`` but at least 2. An even
-    number where pairs are learned later: of another size, the step would have to be compiled once more for them."""
+    """Number of batches in an epoch, and of images in each: at most ``batch_size``, but 3 where batches of 2 would
+    leave one image alone. An even number where pairs are learned later: of another size, the step would have to be
+    compiled once more for them."""
     lot = 2 if settings.learns_pairs else 1
     most = (settings.batch_size or usual_batch_size(n_images)) // lot * lot
-    n_batches = min(math.ceil(n_images / most), n_images // 2)
+    n_batches = min(math.ceil(n_images / most), (n_images + lot - 1) // 2)
     return n_batches, math.ceil(n_images / n_batches / lot) * lot
 
 
