@@ -283,6 +283,10 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     def read_time(path: Path) -> None:
         assert changed.read_seconds() >= 0
 
+    def read_schedule(path: Path) -> None:
+        share_of_steps = fitting.keep_to_budget(with_budget, changed, lambda: 0.0)
+        assert share_of_steps(min(2, with_budget.settings.n_epochs - 1)) > 0
+
     def read_index(path: Path) -> None:
         cache.find_json(path.name.removesuffix(cache.JSON))
 
@@ -319,6 +323,9 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     own_cache(folder)
     model, own, finished = at / "model", at / "own", run.path
     zeros, ones = "0" * 40, "1" * 40
+    with_budget = fitting.start(images, replace(with_own, minutes=1.0))
+    times = {"instance": 0.1, "cluster": 0.2}
+    schedule = {"epochs": 12, "steps": times, "renewal": {"cluster; ": 0.1}, "end": 0.1, "shares": [1.0, 0.5]}
     index = {"names": ["a"], "offsets": [0], "lengths": [1], "labels": [None], "unlisted": []}
     readers: dict[str, Reader] = {}
 
@@ -337,6 +344,7 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     add_own("checkpoint", change_safetensors, changed.checkpoint, load_checkpoint, *of_run)
     add_own("metrics.csv", change_csv, changed.metrics, read_rows, run.metrics)
     add_own("time.json", change_json, changed.path / "time.json", read_time, finished / "time.json")
+    add("schedule.json", [json.dumps(schedule).encode()], change_json, changed.schedule, read_schedule)
     add_own("assignments.csv", change_csv, changed.assignments, read_assignments, run.assignments)
     kept = "report.safetensors"
     add_own("report data", change_safetensors, changed.path / kept, lambda path: read_kept(path, 24), finished / kept)

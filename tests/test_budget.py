@@ -6,6 +6,7 @@ import random
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -225,6 +226,54 @@ def test_a_lost_or_damaged_schedule_is_told(clock, tmp_path):
     run.schedule.unlink()
     with pytest.raises(DamagedFileError, match=r"schedule\.json is missing"):
         fitting.fit(make_images(), tiny(minutes=0.5), run=run)
+
+
+def whole_schedule(**changes: Any) -> dict[str, Any]:
+    whole = {"epochs": 12, "steps": {"a": 0.1}, "renewal": {"a; ": 0.2}, "end": 0.1, "shares": [1.0, 0.5]}
+    return whole | changes
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(epochs=0),
+        dict(epochs=1.5),
+        dict(epochs=True),
+        dict(epochs=10**12),
+        dict(epochs=1),
+        dict(steps={}),
+        dict(steps=[0.1]),
+        dict(steps={"a": "x"}),
+        dict(renewal={"a": -1.0}),
+        dict(renewal={"a": math.nan}),
+        dict(end=None),
+        dict(end=10**400),
+        dict(end=1e300),
+        dict(shares={}),
+        dict(shares=[0.0]),
+        dict(shares=[math.inf]),
+        dict(shares=[1.0] * 13),
+        dict(more=1),
+    ],
+    ids=str,
+)
+def test_a_schedule_that_cannot_be_one_is_refused(changes):
+    assert Schedule.from_json(whole_schedule(), Path("x")).epochs == 12
+    with pytest.raises(DamagedFileError, match="x is damaged"):
+        Schedule.from_json(whole_schedule(**changes), Path("x"))
+
+
+def test_a_schedule_that_lost_the_shares_of_epochs_that_are_done_goes_on():
+    schedule = Schedule.from_json(whole_schedule(), Path("x"))
+    pace = Pace(schedule, Plan(), minutes=1.0, seconds=lambda: 0.0, resumed=True)
+    assert pace.share(5) > 0 and len(schedule.shares) == 6
+
+
+def test_even_of_endless_time_only_so_many_epochs_are_planned(monkeypatch):
+    monkeypatch.setattr(budget, "MOST_EPOCHS", 100)
+    monkeypatch.setattr(budget, "measure", lambda training: Schedule(0, STEPS, RENEWAL, end=0.4))
+    plan = Plan()
+    assert make_schedule(plan, 1e6, lambda: 0.0).epochs == plan.epochs == 100
 
 
 def test_the_estimator_has_the_budget_too(clock):

@@ -15,12 +15,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from semclust.config import is_number
 from semclust.devices import own_random_numbers, seconds_of
 from semclust.engine import PLAIN_STEPS, fast_kernels
 from semclust.errors import DamagedFileError, InputError
 from semclust.train import Training
 
 FEWEST_EPOCHS = 10  # fewer leave no epoch or two for each phase of a run
+MOST_EPOCHS = 1_000_000  # to plan more would take long, and they would bring nothing
 TIMED_EPOCHS = 40  # of the plan whose epochs are timed: enough to have every kind of them
 AIM = 0.94  # share of the budget that is planned: checkpoints and figures take a little, too
 EARLY, LATE = 0.88, 0.99  # shares of the budget: while a run is to end between them, its epochs stay whole
@@ -63,11 +65,22 @@ class Schedule:
     def from_json(cls, values: dict[str, Any], source: Path) -> "Schedule":
         try:
             made = cls(**values)
-            if made.epochs < 1 or not made.steps or not made.renewal or not all(share > 0 for share in made.shares):
-                raise ValueError("values out of range")
+            made.check()
             return made
         except (TypeError, ValueError, AttributeError) as error:
             raise DamagedFileError(f"{source} is damaged ({error}). Restore it from a copy, or fit anew.") from error
+
+    def check(self) -> None:
+        """Raise ValueError, or what Python raises, where it cannot be a schedule."""
+        if not is_number(self.epochs, whole=True) or not 1 <= self.epochs <= MOST_EPOCHS:
+            raise ValueError("epochs out of range")
+        times = [*self.steps.values(), *self.renewal.values(), self.end]
+        if not self.steps or not self.renewal or not all(is_number(time) and 0 <= time < 1e9 for time in times):
+            raise ValueError("times out of range")
+        if not isinstance(self.shares, list) or len(self.shares) > self.epochs:
+            raise ValueError("shares are no list, or of too many epochs")
+        if not all(is_number(share) and 0 < share <= MOST_OF_AN_EPOCH for share in self.shares):
+            raise ValueError("shares out of range")
 
 
 class Pace:
@@ -94,8 +107,10 @@ class Pace:
         if self.latest is not None and not self.unlike_others:
             self.times.append((now - self.latest[0], self.latest[1]))
         self.unlike_others = self.unlike_others and self.latest is None
-        if epoch == len(self.schedule.shares):
-            self.schedule.shares.append(self._choose(epoch, now))
+        decided = self.schedule.shares
+        decided += [1.0] * (epoch - len(decided))  # of epochs that are done, and whose share was lost: it plays no part
+        if epoch == len(decided):
+            decided.append(self._choose(epoch, now))
         share = self.schedule.shares[epoch]  # of an epoch that is repeated after an interruption: as it was
         self.latest = now, self.schedule.seconds([self.kinds[epoch]], share)
         return share
@@ -108,7 +123,7 @@ class Pace:
             return 1.0
         fixed = slowness * (self.schedule.seconds(kinds, share=0.0) + self.schedule.end)
         left = AIM * self.budget - now - fixed
-        return min(MOST_OF_AN_EPOCH, max(LEAST_OF_AN_EPOCH, left / (whole - fixed)))
+        return min(MOST_OF_AN_EPOCH, max(LEAST_OF_AN_EPOCH, left / max(1e-9, whole - fixed)))
 
     def _slowness(self) -> float:
         """Times that the latest epochs took the time they were expected to take; 1 while there are too few to tell."""
@@ -139,8 +154,8 @@ def make_schedule(training: Training, minutes: float, seconds: Callable[[], floa
             "image_size or fewer images."
         )
     too_many = 2 * FEWEST_EPOCHS
-    while takes(too_many) <= left:
-        too_many *= 2
+    while too_many <= MOST_EPOCHS and takes(too_many) <= left:
+        too_many = min(2 * too_many, MOST_EPOCHS + 1)
     epochs = bisect.bisect_right(range(too_many), left, lo=FEWEST_EPOCHS, key=takes) - 1
     training.set_epochs(epochs)
     schedule.epochs = epochs

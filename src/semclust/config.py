@@ -269,7 +269,7 @@ def check(settings: Settings, as_flags: bool = False) -> None:
                 raise InputError(f"{told}: expected a word, such as {f.default!r}.")
         elif int in kinds or float in kinds:
             whole = int in kinds
-            if isinstance(value, bool) or not _is_number(value, whole):
+            if not is_number(value, whole):
                 raise InputError(f"{told}: expected a {'whole ' if whole else ''}number.")
             if (low is not None and value < low) or (high is not None and value > high):
                 bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
@@ -292,8 +292,10 @@ def _as_flag(name: str, value: Any) -> str:
     return " ".join([f"--{name.replace('_', '-')}", *words])
 
 
-def _is_number(value: Any, whole: bool) -> bool:
+def is_number(value: Any, whole: bool = False) -> bool:
+    """Whether it is a finite one, and no truth value."""
     try:
-        return isinstance(value, numbers.Integral if whole else numbers.Real) and math.isfinite(value)
+        kind = numbers.Integral if whole else numbers.Real
+        return isinstance(value, kind) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond all floats
         return False
