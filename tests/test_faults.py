@@ -32,6 +32,7 @@ from semclust.errors import DamagedFileError, InputError, StoppedError
 from semclust.fitting import Watcher
 from semclust.inference import Inference
 from semclust.run_folder import RunFolder, metrics_csv
+from semclust.signals import StopSignals
 from semclust.storage import write_tensors
 
 KILLS = 30
@@ -311,6 +312,21 @@ def test_signals_are_what_they_were_after_a_fit(run):
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     finish(run)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_signal_while_the_handlers_are_set_back_leaves_none_behind(monkeypatch):
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    real = signal.signal
+
+    def interrupted(number, handler):
+        if handler == before[number] and signal.getsignal(signal.SIGTERM) == signals._note:
+            signals._note(signal.SIGTERM, None)  # as it would be called if SIGTERM came now
+        return real(number, handler)
+
+    with StopSignals() as signals:
+        monkeypatch.setattr(signal, "signal", interrupted)
+    assert signals.received == signal.SIGTERM
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_without_a_run_folder_ctrl_c_is_as_ever():

@@ -33,7 +33,8 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
+        # SIGINT at last: a SIGTERM that comes in between still sets it, see _note.
+        for number, handler in reversed(self._before.items()):
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
