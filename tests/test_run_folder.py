@@ -93,6 +93,22 @@ def test_opening_what_is_no_run_folder_is_an_error(tmp_path, run):
         assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize("content", ['{"epochs": 1e30}', '{"epochs": "many"}', '{"epochs": true}', "{}"])
+def test_epochs_that_no_schedule_has_are_told_with_their_file(run, content):
+    run.write_config({"data": "photos", "settings": {}})
+    run.schedule.write_text(content)
+    with pytest.raises(DamagedFileError, match=r"schedule\.json is damaged"):
+        run.read_config()
+    run.schedule.write_text('{"epochs": 7}')
+    assert run.read_config()["settings"]["epochs"] == 7
+
+
+def test_settings_that_are_none_are_left_for_who_reads_them(run):
+    run.write_config({"data": "photos", "settings": [1]})
+    run.schedule.write_text('{"epochs": 7}')
+    assert run.read_config()["settings"] == [1]
+
+
 def test_the_config_comes_back_with_its_versions(run):
     assert run.read_config() == {"format": 2, "semclust": __version__, "data": "photos", "settings": {}}
 

@@ -30,6 +30,7 @@ from torch import Tensor
 from semclust import __version__
 from semclust.arrays import chunks, numpy_file
 from semclust.assignments import assignments_file, csv_bytes, read_assignments, write_assignments
+from semclust.config import is_number
 from semclust.errors import DamagedFileError, InputError, plural
 from semclust.groups import FILE, Groups
 from semclust.storage import PART, WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
@@ -135,8 +136,13 @@ class RunFolder:
                 f"{self.path / 'config.json'} has format {config.get('format')!r} (semclust "
                 f"{config.get('semclust', 'unknown')}); this version reads {FORMAT}. Resume it with that version."
             )
-        if (stored := self.read_schedule()) and "settings" in config:  # the epochs follow from the budget of time
-            config["settings"]["epochs"] = stored[0].get("epochs", config["settings"].get("epochs"))
+        if (stored := self.read_schedule()) and isinstance(config.get("settings"), dict):
+            epochs = stored[0].get("epochs")  # they follow from the budget of time
+            if not is_number(epochs, whole=True):
+                raise DamagedFileError(
+                    f"{self.schedule} is damaged (epochs {epochs!r:.40}). Restore it from a copy, or fit anew."
+                )
+            config["settings"]["epochs"] = epochs
         return config
 
     # ---- while training --------------------------------------------------------------------------
