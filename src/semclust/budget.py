@@ -111,7 +111,7 @@ class Pace:
         decided += [1.0] * (epoch - len(decided))  # of epochs that are done, and whose share was lost: it plays no part
         if epoch == len(decided):
             decided.append(self._choose(epoch, now))
-        share = self.schedule.shares[epoch]  # of an epoch that is repeated after an interruption: as it was
+        share = decided[epoch]  # of an epoch that is repeated after an interruption: as it was
         self.latest = now, self.schedule.seconds([self.kinds[epoch]], share)
         return share
 

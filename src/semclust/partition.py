@@ -74,8 +74,9 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     for draw in range(max(1, min(DRAWS, CENTRES // C))):
         if draw:  # other landmarks make another graph
             embedding = spectral_embedding(x, 2 * C, tau, neighbours)
-        for centre, bonus in even_cuts(embedding[some], C):
-            found = judge(_cut(embedding[some], centre, bonus))
+        of_some = embedding[some]
+        for centre, bonus in even_cuts(of_some, C):
+            found = judge(_cut(of_some, centre, bonus))
             may_be = found.cut <= MORE_CUT * own.cut + FEW_CUT and found.modularity > own.modularity
             if may_be and found.worth > best:
                 label, best = _cut(embedding, centre, bonus), found.worth
