@@ -8,7 +8,11 @@ from torch.testing import assert_close
 
 from semclust import augment
 
-VIEWS = [augment.natural, augment.strokes, augment.crop_and_flip, augment.colour, augment.blur]
+STRONG = [augment.strong_natural, augment.strong_strokes]
+VIEWS = [
+    *(augment.natural, augment.strokes, augment.crop_and_flip, augment.colour, augment.blur),
+    *(augment.shifted, augment.posed, augment.cut_out, *STRONG),
+]
 ALL = [*VIEWS, augment.none]
 LUMINANCE = torch.tensor([0.299, 0.587, 0.114])
 
@@ -85,9 +89,12 @@ def test_none_is_the_identity():
 # Randomness.
 
 
-@pytest.mark.parametrize("view, different", [(v, 0.3 if v is augment.blur else 0.7) for v in VIEWS], ids=str)
+@pytest.mark.parametrize(
+    "view, different", [(v, 0.3 if v in (augment.blur, augment.cut_out) else 0.7) for v in VIEWS], ids=str
+)
 def test_each_sample_draws_its_own_numbers(view, different):
-    """The share of distinct views of one image; half are not blurred, and a fifth keep their colours."""
+    """The share of distinct views of one image; half are not blurred, a fifth keep their colours, and
+    holes begin and end with a pixel."""
     views = seeded(view, copies(one_image(), 200)).flatten(1)
     assert len(views.unique(dim=0)) > 200 * different
 
@@ -125,7 +132,11 @@ def test_warp_gives_each_sample_its_own_map_and_repeats_the_border():
     assert_close(out[1], torch.cat([x[1, ..., 1:], x[1, ..., -1:]], -1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("view", [augment.crop_and_flip, augment.strokes], ids=by_name)
+@pytest.mark.parametrize(
+    "view",
+    [augment.crop_and_flip, augment.strokes, augment.shifted, augment.posed, augment.cut_out, augment.strong_strokes],
+    ids=by_name,
+)
 @pytest.mark.parametrize("value", [0.0, 0.37, 1.0])
 def test_a_constant_image_stays_constant_when_moved(view, value):
     x = torch.full((50, 3, 9, 13), value)
@@ -308,3 +319,78 @@ def test_blur_spreads_a_point_alike_in_all_directions_and_keeps_channels_apart()
         assert_close(spot, turned)
     assert spot.amin() >= 0 and spot[:, 10, 10].min() < 0.1
     assert out[:, 1].eq(0).all()
+
+
+# Weak and strong views.
+
+
+def test_a_shifted_photograph_is_moved_by_up_to_an_eighth_and_half_are_mirrored():
+    x = torch.zeros(1, 1, 33, 33)
+    x[..., 16, 18] = 1  # two to the right of the middle
+    views = seeded(augment.shifted, copies(x, 400))[:, 0]
+    weight = views / views.sum((1, 2), keepdim=True)
+    across, down = (torch.arange(33.0) - 16,) * 2
+    column, row = (weight.sum(1) * across).sum(1), (weight.sum(2) * down).sum(1)
+    assert -4.2 < row.min() < -3.8 and 3.8 < row.max() < 4.2 and abs(row.mean()) < 0.3  # of 33: an eighth is 4.1
+    assert -6.2 < column.min() < -5.5 and 5.5 < column.max() < 6.2  # from 2, and from -2 where it is mirrored
+    assert abs(column.mean()) < 0.4
+
+
+def test_a_pose_leaves_some_as_they_are_but_for_the_shift():
+    """Turn, shear, scale and far shift each by a chance of a half: of a sixteenth of the samples, none."""
+    u = torch.rand(800, augment.posed.numbers)
+    x = copies(one_image(1, 16, 16), 800)
+    out = augment.posed.by(x, u)
+    still = (u[:, [0, 2, 4, 7]] >= 0.5).all(1)
+    assert 20 < still.sum() < 90
+    for_shift = torch.stack([u[:, 12], u[:, 10], u[:, 11]], dim=1)
+    assert_close(out[still], augment.shifted.by(x[still], for_shift[still]), rtol=0, atol=1e-5)
+    one = u[:1].clone()
+    one[:, [0, 2, 4, 7]] = 0.9
+    for chance, number in ((0, 1), (2, 3), (4, 5), (4, 6), (7, 8), (7, 9)):
+        moved = one.clone()
+        moved[:, chance], moved[:, number] = 0.1, 0.9
+        other = moved.clone()
+        other[:, number] = 0.1
+        views = [augment.posed.by(x[:1], v) for v in (one, moved, other)]
+        assert all((a - b).abs().max() > 1e-3 for a, b in zip(views, views[1:] + views[:1], strict=True))
+
+
+@pytest.mark.parametrize("side", [0.25, 0.5])
+def test_a_hole_has_its_size_and_the_mean_colour_of_its_image(side):
+    x = torch.rand(300, 3, 16, 24)
+    out = augment.cut_out.by(x, torch.rand(300, 2), side)
+    changed = (out != x).any(1)
+    assert_close(out, torch.where(changed[:, None], x.mean((2, 3), keepdim=True), x), rtol=0, atol=0)
+    assert changed.any(2).sum(1).max() == 16 * side and changed.any(1).sum(1).max() == 24 * side
+    whole = changed.sum((1, 2)) == 16 * 24 * side**2
+    assert abs(whole.float().mean() - (1 - side) ** 2) < 0.15  # the others reach over an edge
+    assert changed.any(0).all()  # it may be anywhere
+
+
+def test_the_bright_parts_of_a_tenth_of_the_photographs_are_inverted_but_never_transparency():
+    u = torch.rand(2000, augment.strong_natural.numbers)
+    u[:, augment.posed.numbers] = 0.9  # no jitter of colours
+    u[:, augment.posed.numbers + 5] = 0.9  # not grey
+    x = torch.full((2000, 4, 8, 8), 0.8)
+    x[:, 3] = 0.9
+    out = augment.strong_natural.by(x, u)
+    assert_close(out[:, 3], x[:, 3])
+    level = out[:, :3].mean((1, 2, 3))
+    inverted = (level - 0.2).abs() < 1e-4
+    assert 0.07 < inverted.float().mean() < 0.13 and (inverted | ((level - 0.8).abs() < 1e-4)).all()
+
+
+def test_weak_and_strong_views_follow_the_family():
+    assert augment.weak_and_strong("auto", 3) == (augment.shifted, augment.strong_natural)
+    assert augment.weak_and_strong("natural", 1) == (augment.shifted, augment.strong_natural)
+    assert augment.weak_and_strong("auto", 1) == (augment.none, augment.strong_strokes)
+    assert augment.weak_and_strong("none", 3) == (augment.none, augment.cut_out)
+
+
+def test_a_users_own_view_is_taken_for_the_usual_change():
+    weak, strong = augment.weak_and_strong(lambda x: 1 - x, 3)
+    x = torch.rand(40, 3, 8, 8)
+    assert weak(x) is x
+    changed = seeded(strong, x) != 1 - x
+    assert 0 < changed.float().mean() < 0.1  # by a hole of a sixteenth

@@ -121,10 +121,11 @@ def test_measuring_leaves_the_run_as_it_was():
     measured = budget.measure(training)
     assert training.epoch == 0 and torch.equal(torch.get_rng_state(), random_before)
     assert all(torch.equal(tensor, before[name]) for name, tensor in training.state().items())
-    phases = {"", "over nearest", "nearest", "cluster under nearest"}  # each another step, to be recorded
+    # Each is another step, to be recorded.
+    phases = {"", "over nearest", "nearest", "cluster under nearest", "cluster under itself"}
     assert set(measured.steps) == phases and min(measured.steps.values()) > 0
     kinds = {training.kind_of_epoch(epoch) for epoch in range(20)}
-    assert set(measured.renewal) == {"; ".join(kind) for kind in kinds} and len(kinds) == 6
+    assert set(measured.renewal) == {"; ".join(kind) for kind in kinds} and len(kinds) == 7
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 2.5])
@@ -187,7 +188,7 @@ def test_a_fit_ends_in_time_with_its_rate_decayed(clock, tmp_path):
     assert min(schedule["shares"]) < 1 and schedule["shares"][:8] == [1.0] * 8
     assert fitted.predictor.settings.epochs == 28
     rates = [row["learning_rate"] for row in fitted.history]
-    assert rates[-1] < 0.01 * max(rates)
+    assert rates[-1] < 0.03 * max(rates)
 
 
 def test_on_a_steady_machine_it_is_a_run_of_so_many_epochs(clock, tmp_path):

@@ -51,16 +51,7 @@ def strokes(x: Tensor, u: Tensor) -> Tensor:
     shear = between(-0.16, 0.16, u[:, 1])
     scale_x, scale_y = between(0.84, 1.16, u[:, 2]), between(0.84, 1.16, u[:, 3])
     shift_x, shift_y = between(-0.16, 0.16, u[:, 4]), between(-0.16, 0.16, u[:, 5])  # of half the side
-    cos, sin = angle.cos(), angle.sin()
-    # Maps places in the view to places in the image: scale, then shear, then turn, then shift.
-    theta = torch.stack(
-        [
-            torch.stack([cos / scale_x, (cos * shear - sin) / scale_y, shift_x], 1),
-            torch.stack([sin / scale_x, (sin * shear + cos) / scale_y, shift_y], 1),
-        ],
-        1,
-    )
-    return warp(x, theta)
+    return warp(x, affine(angle, shear, scale_x, scale_y, shift_x, shift_y))
 
 
 @random_view(5)
@@ -74,7 +65,7 @@ def crop_and_flip(x: Tensor, u: Tensor, size: float = 1.0) -> Tensor:
     height = (area / aspect * W / H).sqrt().clamp(max=1)
     centre_x = between(-1, 1, u[:, 2]) * (1 - width)
     centre_y = between(-1, 1, u[:, 3]) * (1 - height)
-    mirror = torch.where(u[:, 4] < 0.5, -1.0, 1.0)
+    mirror = mirrored(u[:, 4])
     zero = torch.zeros_like(width)
     theta = torch.stack([torch.stack([width * mirror, zero, centre_x], 1), torch.stack([zero, height, centre_y], 1)], 1)
     return warp(x, theta, size)
@@ -145,6 +136,64 @@ def natural(x: Tensor, u: Tensor, size: float = 1.0) -> Tensor:
     return blur.by(view, for_blur) if min(x.shape[2:]) >= BLUR_FROM else view
 
 
+@random_view(3)
+def shifted(x: Tensor, u: Tensor) -> Tensor:
+    """Photographs that are hardly changed: half mirrored, and shifted by up to an eighth of their sides."""
+    one, zero = torch.ones_like(u[:, 0]), torch.zeros_like(u[:, 0])
+    shift_x, shift_y = between(-0.25, 0.25, u[:, 1:]).unbind(1)  # of half the side
+    return warp(x, affine(zero, zero, mirrored(u[:, 0]), one, shift_x, shift_y))
+
+
+@random_view(2)
+def cut_out(x: Tensor, u: Tensor, side: float = 0.25) -> Tensor:
+    """With a hole of ``side`` times the image's sides somewhere, in the mean colour of the image."""
+
+    def within(u: Tensor, length: int) -> Tensor:
+        place = (torch.arange(length, device=x.device) + 0.5) / length
+        return (place - u[:, None]).abs() < side / 2
+
+    hole = within(u[:, 0], x.shape[2])[:, None, :, None] & within(u[:, 1], x.shape[3])[:, None, None, :]
+    return torch.where(hole, x.mean((2, 3), keepdim=True), x)
+
+
+@random_view(13)
+def posed(x: Tensor, u: Tensor) -> Tensor:
+    """Photographs turned by up to 29 degrees, sheared, scaled and shifted, each in half of the samples, beside what
+    ``shifted`` does."""
+
+    def in_half(chance: Tensor, value: Tensor) -> Tensor:
+        return torch.where(chance < 0.5, value, 0.0)
+
+    angle = in_half(u[:, 0], between(-0.5, 0.5, u[:, 1]))
+    shear = in_half(u[:, 2], between(-0.3, 0.3, u[:, 3]))
+    scale_x, scale_y = (1 / (1 + in_half(u[:, 4], between(-0.35, 0.25, u[:, i]))) for i in (5, 6))
+    shift_x, shift_y = (
+        in_half(u[:, 7], between(-0.3, 0.3, u[:, far])) + between(-0.25, 0.25, u[:, near])
+        for far, near in ((8, 10), (9, 11))
+    )
+    return warp(x, affine(angle, shear, mirrored(u[:, 12]) * scale_x, scale_y, shift_x, shift_y))
+
+
+@random_view(posed.numbers + colour.numbers + 1 + cut_out.numbers)
+def strong_natural(x: Tensor, u: Tensor) -> Tensor:
+    """Photographs changed so much that only their meaning remains: posed, coloured, some with their bright parts
+    inverted, and with a hole; after RandAugment and Cutout, as FixMatch uses them."""
+    for_pose, for_colour, for_inverting, for_hole = u.split([posed.numbers, colour.numbers, 1, cut_out.numbers], dim=1)
+    x = colour.by(posed.by(x, for_pose), for_colour)
+    colours = x[:, :3]  # without a fourth channel (alpha)
+    inverted = (for_inverting < 0.1)[:, :, None, None] & (colours > 0.5)
+    x = torch.cat([torch.where(inverted, 1 - colours, colours), x[:, 3:]], dim=1)
+    return cut_out.by(x, for_hole, side=0.5)
+
+
+@random_view(strokes.numbers + cut_out.numbers)
+def strong_strokes(x: Tensor, u: Tensor) -> Tensor:
+    """Drawings as they are usually changed, with a small hole: moved further, or with more missing, a digit is soon
+    another one."""
+    for_strokes, for_hole = u.split([strokes.numbers, cut_out.numbers], dim=1)
+    return cut_out.by(strokes.by(x, for_strokes), for_hole)
+
+
 @random_view(0)
 def none(x: Tensor, u: Tensor) -> Tensor:
     """The image itself."""
@@ -152,6 +201,12 @@ def none(x: Tensor, u: Tensor) -> Tensor:
 
 
 AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": strokes, "none": none}
+# Hardly and strongly changed, for what the network is to label itself.
+WEAK_AND_STRONG: dict[str, tuple[RandomView, RandomView]] = {
+    "natural": (shifted, strong_natural),
+    "strokes": (none, strong_strokes),
+    "none": (none, cut_out),
+}
 
 
 def choose_family(augment: str | Augmentation, n_channels: int) -> str:
@@ -172,6 +227,14 @@ def choose_augmentation(augment: str | Augmentation, n_channels: int, crop_size:
     return AUGMENTATIONS[augment]
 
 
+def weak_and_strong(augment: str | Augmentation, n_channels: int) -> tuple[Augmentation, Augmentation]:
+    """Views of whole images that change them hardly and strongly. A user's own function is taken for a usual change:
+    without it, and with it and a hole."""
+    if isinstance(augment, str):
+        return WEAK_AND_STRONG[choose_family(augment, n_channels)]
+    return none, lambda x: cut_out(augment(x))
+
+
 def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_size: float = 1.0) -> tuple[int, int]:
     """Height and width of the views of images of shape (H, W, c); of a user's own function, taken to be the image's."""
     H, W, n_channels = image_shape
@@ -182,6 +245,24 @@ def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_si
 
 def between(low: float, high: float, u: Tensor) -> Tensor:
     return low + (high - low) * u
+
+
+def mirrored(u: Tensor) -> Tensor:
+    """-1 in half of the samples, as a factor of their width."""
+    return torch.where(u < 0.5, -1.0, 1.0)
+
+
+def affine(angle: Tensor, shear: Tensor, scale_x: Tensor, scale_y: Tensor, shift_x: Tensor, shift_y: Tensor) -> Tensor:
+    """A map for each sample (n x 2 x 3) from places in the view to places in the image: scale, then shear, then turn,
+    then shift."""
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack(
+        [
+            torch.stack([cos / scale_x, (cos * shear - sin) / scale_y, shift_x], 1),
+            torch.stack([sin / scale_x, (sin * shear + cos) / scale_y, shift_y], 1),
+        ],
+        1,
+    )
 
 
 def warp(x: Tensor, theta: Tensor, size: float = 1.0) -> Tensor:

@@ -168,21 +168,24 @@ def measure(training: Training) -> Schedule:
     kinds = dict(reversed([(training.kind_of_epoch(epoch), epoch) for epoch in range(training.settings.n_epochs)]))
     steps: dict[str, float] = {}
     renewal: dict[str, float] = {}
+    to_features: dict[tuple[int, int], float] = {}  # by the size of the images
     with own_random_numbers(training.settings.random_state, 0, training.device), fast_kernels(training.device):
-        to_features = usual_seconds(training.features, training)
         for kind, epoch in sorted(kinds.items(), key=lambda item: item[1]):
             learned, training.epoch = kind[0], epoch
             if learned not in steps:
                 steps[learned] = seconds_of_steps(training)
-                features = training.features()
-            if training.renews_labels(epoch + 1):
-                training.epoch = epoch + 1
-                to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
-                renewal["; ".join(kind)] = to_features + to_renew
+            training.epoch = epoch + 1
+            size = training.size_for(training.epoch)
+            if size not in to_features:
+                to_features[size] = usual_seconds(training.features, training)
+            if training.renews_labels(training.epoch):
+                to_renew = usual_seconds(functools.partial(training._renew_labels, *training.features()), training)
+                renewal["; ".join(kind)] = to_features[size] + to_renew
             else:
                 renewal["; ".join(kind)] = usual_seconds(training.features_of_some, training)
     training.load_state(start, 0, Path("the start of the run"))
-    return Schedule(0, steps, renewal, end=2 * to_features)  # the last pass over the images is in full precision
+    # The last pass over the images is in full precision.
+    return Schedule(0, steps, renewal, end=2 * to_features[size])
 
 
 def seconds_of_steps(training: Training) -> float:

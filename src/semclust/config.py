@@ -134,7 +134,8 @@ class Settings:
     """Share of the epochs after which the tasks "cluster" and "under" join, or later, see cluster_epochs. Their labels
     start from a spectral partition of the pooled features; at 0 they start at random, as in the paper."""
     cluster_epochs: int = setting(60, low=1)
-    """They join for so many epochs at most, unless from the start: most of a long run is for the features."""
+    """They are learned so, by the paper's losses and what is added to them, for so many epochs at most, unless from
+    the start: most of a long run is for the features."""
     cluster_rate: float = setting(0.25, low=0, high=1)
     """Peak of the learning rate from then on, as a share of learning_rate; it decays to 0 once more. The clusters so
     start from settled features, which they change only a little."""
@@ -145,6 +146,13 @@ class Settings:
     balance: float = setting(5.0, low=0)
     """How much clusters of even sizes matter: of pairs, all images in one cluster would agree best. Less for data that
     is truly imbalanced; at 0 the partition that clusters start from is not evened out either."""
+    self_label_from: float = setting(0.85, low=0, high=1)
+    """Share of the epochs after which the network learns from its own labels: what the classifier's momentum twin is
+    sure of in a whole image that is hardly changed, the classifier is to see in a strongly changed one. 1: never, as in
+    the paper."""
+    self_label_confidence: float = setting(0.95, low=0, high=1)
+    """Probability from which on the twin is sure. Where balance is above 0, the probabilities are evened out first, so
+    that no cluster grows at the cost of the others."""
     assign_by: Literal["query", "key"] = "key"
     """Whose distances to the memory the classifier learns from: the paper's query, or the key, which
     is another view: this asks the classifier to agree across views."""
@@ -188,6 +196,11 @@ class Settings:
     def learns_pairs(self) -> bool:
         """Whether the clusters are learned from pairs of neighbours."""
         return self.neighbours > 0 and not self.instance_alone
+
+    @property
+    def labels_itself(self) -> bool:
+        """Whether a run ends with epochs that are learned from its own labels."""
+        return self.self_label_from < 1 and not self.instance_alone
 
 
 def preset(name: str) -> dict[str, Any]:

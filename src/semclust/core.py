@@ -169,6 +169,18 @@ def imbalance_loss(p: Tensor, mean: Tensor) -> Tensor:
     return math.log(p.shape[1]) + (p * mean.detach().clamp(min=1e-8).log()).sum(1)
 
 
+def self_label_loss(logits: Tensor, p: Tensor, share: Tensor, confidence: float) -> Tensor:
+    """Cross entropy with the most likely cluster of p, 0 where p is not sure of it, for each sample: n.
+
+    ``logits`` (n x C) are of a strongly changed view, p (n x C) is the momentum twin's for a hardly changed one; after
+    Sohn et al. (2020, "FixMatch"). ``share`` (C) is the mean of p over all images: by it, p is evened out first, where
+    a cluster that is nearly empty counts as a tenth of its fair size. Not in the paper.
+    """
+    even = p / share.clamp(min=0.1 / len(share))
+    sure, y = (even / even.sum(1, keepdim=True)).detach().max(1)
+    return F.cross_entropy(logits, y, reduction="none") * (sure > confidence)
+
+
 def overall_loss(l_id: Tensor, l_cd: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """L = alpha L_ID + beta L_CD (Eq. 7). The paper fixes both at 1, so that nothing is tuned to a data set."""
     return alpha * l_id + beta * l_cd

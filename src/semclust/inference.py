@@ -13,7 +13,7 @@ from torch import Tensor
 
 from semclust.errors import plural
 from semclust.loader import ImageLoader
-from semclust.model import Encoder, in_unit_range
+from semclust.model import Encoder, in_unit_range, resized
 
 INFERENCE_BATCH = 1024  # images at once, where the device has memory enough
 
@@ -35,14 +35,16 @@ class Inference:
         self.batch = INFERENCE_BATCH
 
     @torch.no_grad()
-    def features(self, numbers: Tensor, pooled: bool, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
-        """h (N x D) and q of each projection (N x d) of the images ``numbers``. Without ``pooled``, h has no columns:
-        it would take four times the memory of q.
+    def features(
+        self, numbers: Tensor, size: tuple[int, int], pooled: bool, on_part: Callable[[], None]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """h (N x D) and q of each projection (N x d) of the images ``numbers``, resized to ``size``. Without
+        ``pooled``, h has no columns: it would take four times the memory of q.
 
         on_part: called after each batch; an exception that is raised there changes nothing."""
         while True:
             try:
-                return self._by_batches(numbers, pooled, on_part)
+                return self._by_batches(numbers, size, pooled, on_part)
             except torch.OutOfMemoryError:
                 if self.batch == 1:
                     raise
@@ -54,14 +56,14 @@ class Inference:
             )
 
     def _by_batches(
-        self, numbers: Tensor, pooled: bool, on_part: Callable[[], None]
+        self, numbers: Tensor, size: tuple[int, int], pooled: bool, on_part: Callable[[], None]
     ) -> tuple[Tensor, dict[str, Tensor]]:
         encode = self.encoder.eval().folded() or self._encode
         wholes: list[Tensor] = []  # of h and each q, filled part by part: to put parts together takes twice the memory
         done = 0
         for part in self._in_even_batches(numbers):
             with self.precision:
-                h, q = encode(self.encoder.at_view_size(in_unit_range(part)))
+                h, q = encode(resized(in_unit_range(part), size))
             found = [h if pooled else h[:, :0], *q.values()]
             wholes = wholes or [x.new_empty(len(numbers), x.shape[1]) for x in found]
             for whole, x in zip(wholes, found, strict=True):

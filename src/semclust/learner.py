@@ -22,16 +22,30 @@ class ClusterTask(nn.Module):
     classifier: LinearClassifier
     y: Tensor
     s: Tensor
+    share: Tensor
+    teacher: LinearClassifier | None
 
     def __init__(
-        self, plan: TaskPlan, n_images: int, K: int, dim: int, classifier_dim: int, tau: float, projection: str
+        self,
+        plan: TaskPlan,
+        n_images: int,
+        K: int,
+        dim: int,
+        classifier_dim: int,
+        tau: float,
+        projection: str,
+        teaches: bool,
     ):
+        """``teaches``: whether the classifier has a momentum twin, to learn from its own labels."""
         super().__init__()
         self.plan, self.projection, self.n_clusters = plan, projection, plan.n_clusters
         self.memory = SemanticMemory(plan.n_clusters, bank_size(K, plan.n_clusters), dim)
         self.classifier = LinearClassifier(classifier_dim, plan.n_clusters, tau)
         self.register_buffer("y", torch.randint(plan.n_clusters, (n_images,)))  # N: random at first
         self.register_buffer("s", torch.ones(n_images))  # N: swaps, from 1
+        self.teacher = momentum_twin(self.classifier) if teaches else None
+        if teaches:
+            self.register_buffer("share", torch.full((plan.n_clusters,), 1 / plan.n_clusters))  # C: mean of p
 
 
 class Learner(nn.Module):
@@ -47,7 +61,8 @@ class Learner(nn.Module):
         dim, tau = settings.projection_dim, settings.temperature
         self.encoder, n_features = build_encoder(settings, image_shape, projections)
         group_batch_norm(self.encoder, settings.batch_norm_groups)
-        self.twin = momentum_twin(self.encoder) if settings.contrast == "moco" else None
+        has_twin = settings.contrast == "moco" or settings.labels_itself
+        self.twin = momentum_twin(self.encoder) if has_twin else None
         if settings.contrast == "instance-memory":  # an empty key is the zero vector, as in SemanticMemory
             self.register_buffer("stored_keys", torch.zeros(len(projections), n_images, dim))
 
@@ -65,7 +80,8 @@ class Learner(nn.Module):
         self.task_modules = nn.ModuleDict()
         for name, plan in plan_tasks(settings, n_images).items():
             projection = name if name in projections else self.instance_projection
-            self.task_modules[name] = ClusterTask(plan, n_images, K, dim, classifier_dim, tau, projection)
+            teaches = settings.labels_itself and name != "over"
+            self.task_modules[name] = ClusterTask(plan, n_images, K, dim, classifier_dim, tau, projection, teaches)
 
     @property
     def tasks(self) -> dict[str, ClusterTask]:

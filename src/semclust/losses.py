@@ -24,10 +24,15 @@ def sample_losses(
     index: Tensor,
     h: Tensor,
     q: dict[str, Tensor],
+    h_key: Tensor,
     k: dict[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """L_ID, the pull towards the own cluster, and L_CD of each task and sample (each tasks x n), with the samples'
-    weights in the mean. ``index``: the numbers of the images (n); h: their pooled features (n x D)."""
+    weights in the mean. ``index``: the numbers of the images (n); h and h_key: the pooled features of their queries and
+    keys (n x D)."""
+    if phase.self_labels:
+        own = torch.stack([self_label_loss(learner.tasks[name], settings, h, q, h_key, k) for name in phase.tasks])
+        return torch.zeros_like(own), torch.zeros_like(own), own
     losses = []
     if "instance" in settings.tasks or not phase.tasks:
         l_id = instance_task_loss(learner, settings, phase.nearest, q, k)
@@ -86,6 +91,18 @@ def cluster_task_losses(
         mean = total[:-1] / total[-1]
         l_cd = l_cd + core.neighbour_loss(logits) + settings.balance * core.imbalance_loss(p, mean)
     return w * l_id, pull / len(y), l_cd / len(y)
+
+
+def self_label_loss(
+    task: ClusterTask, settings: Settings, h: Tensor, q: dict[str, Tensor], h_key: Tensor, k: dict[str, Tensor]
+) -> Tensor:
+    """Of one clustering task, for each sample: that the classifier sees in the query what its teacher is sure of in the
+    key. It stands in the place of L_CD."""
+    pooled = settings.classifier_input == "pooled"
+    logits = task.classifier(classifier_input(h, q[task.projection], pooled))
+    assert task.teacher is not None
+    p = task.teacher(classifier_input(h_key, k[task.projection], pooled)).softmax(1)
+    return core.self_label_loss(logits, p, task.share, settings.self_label_confidence) / len(h)
 
 
 def shares_of_batch(

@@ -130,4 +130,10 @@ def label_free_score(agreement: float, sizes: Tensor) -> float:
 
 def best_epoch(history: list[dict[str, Any]]) -> int:
     """The epoch that the label-free score would choose."""
-    return max(history, key=lambda row: -1.0 if math.isnan(row["score"]) else row["score"])["epoch"]
+    return max(last_phase(history), key=lambda row: -1.0 if math.isnan(row["score"]) else row["score"])["epoch"]
+
+
+def last_phase(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The epochs that learned from the same as the last one: only their scores can be compared."""
+    learns = str(history[-1].get("learns"))  # runs of earlier versions do not tell
+    return [row for row in history if str(row.get("learns")) == learns]

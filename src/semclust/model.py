@@ -6,6 +6,7 @@ Shapes: n batch, c channels, H x W pixels, D pooled feature, d representation, N
 import copy
 import math
 from collections.abc import Callable, Iterable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,8 @@ from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, build_back
 from semclust.config import Settings
 from semclust.devices import computes_in_bfloat16
 from semclust.partition import cluster_means
+
+Network = TypeVar("Network", bound=nn.Module)
 
 START_STEPS, START_MOMENTUM = 200, 0.9  # of a classifier that learns a partition
 START_PROBABILITIES = 2**27  # at once
@@ -40,7 +43,7 @@ class Encoder(nn.Module):
         *,
         view_size: tuple[int, int],
     ):
-        """``view_size``: height and width of the views to learn from."""
+        """``view_size``: height and width of the views that it learned from, at last."""
         super().__init__()
         self.view_size = view_size
         self.register_buffer("mean", torch.zeros(n_channels, 1, 1))
@@ -63,9 +66,7 @@ class Encoder(nn.Module):
     def at_view_size(self, x: Tensor) -> Tensor:
         """Whole images as large as the views that the network learns from: things that it sees larger than it learned
         them, and in larger maps, have other features, which the classifier does not know."""
-        if self.view_size == tuple(x.shape[2:]):
-            return x
-        return F.interpolate(x, self.view_size, mode="bilinear", align_corners=False)
+        return resized(x, self.view_size)
 
     def folded(self) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]] | None:
         """The same function with the weights as they are now, as fast as it predicts; None where there is no such."""
@@ -84,7 +85,8 @@ def build_encoder(
     settings: Settings, image_shape: tuple[int, int, int], projections: Iterable[str]
 ) -> tuple[Encoder, int]:
     """f_theta for images of shape (H, W, c), and the dimension D of its pooled feature."""
-    size = view_size(settings.augment, image_shape, settings.crop_size)
+    H, W, _ = image_shape
+    size = (H, W) if settings.labels_itself else view_size(settings.augment, image_shape, settings.crop_size)
     backbone, n_features = build_backbone(
         settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
     )
@@ -112,6 +114,11 @@ def _projection(n_features: int, dim: int, norm: bool) -> nn.Sequential:
 def in_unit_range(x: Tensor) -> Tensor:
     """Bytes (n x c x H x W) as floats from 0 to 1, as the encoder takes them."""
     return x.float().div(255).contiguous(memory_format=torch.channels_last)
+
+
+def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Images (n x c x H x W) of another height and width."""
+    return x if tuple(x.shape[2:]) == size else F.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
 def classifier_input(h: Tensor, q: Tensor, pooled: bool) -> Tensor:
@@ -176,9 +183,9 @@ class ClusterNetwork(nn.Module):
         return self.classifier(classifier_input(h, q, self.pooled)).softmax(1), q
 
 
-def momentum_twin(encoder: Encoder) -> Encoder:
+def momentum_twin(network: Network) -> Network:
     """f_theta~: the same structure and the same start; moved by ``follow`` only."""
-    twin = copy.deepcopy(encoder)
+    twin = copy.deepcopy(network)
     return twin.requires_grad_(False)
 
 

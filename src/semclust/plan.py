@@ -11,8 +11,9 @@ from semclust.config import Settings
 from semclust.distributed import Group
 from semclust.errors import InputError
 
-EPOCHS = {"drawings": 80, "photographs": 700, "photographs without a GPU": 50}
+EPOCHS = {"drawings": 80, "photographs": 600, "photographs without a GPU": 50}
 SHORT = 50  # epochs; runs that are longer have a lower learning rate
+LATER_WARMUP = 1  # epochs in which the rate rises where it starts anew, from a network that has learned
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
 
 
@@ -32,25 +33,37 @@ class TaskPlan:
         return epochs == self.begins and self.learns_in(epochs)
 
 
+def epoch_at(share: float, settings: Settings) -> int:
+    """The epoch that begins after a ``share`` of them; only at 0 the first."""
+    return max(1, math.floor(share * settings.n_epochs)) if share else 0
+
+
+def plan_clusters(settings: Settings) -> tuple[int, int]:
+    """The epochs (from 0) in which the clusters begin, and the labels that the network gives itself; the number of
+    epochs where they never do."""
+    never = settings.n_epochs
+    if settings.instance_alone:
+        return never, never
+    begin = epoch_at(settings.cluster_from, settings)
+    by_itself = max(1, begin, epoch_at(settings.self_label_from, settings)) if settings.labels_itself else never
+    if begin:  # else from random labels
+        begin = max(begin, by_itself - settings.cluster_epochs)
+    return begin, by_itself
+
+
 def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     """How many clusters each task has and when it learns. "cluster" is always there: instance contrast
     alone never trains on it, but it holds the k-means of the features."""
     C = settings.n_clusters
-
-    def epoch(share: float) -> int:
-        return max(1, math.floor(share * settings.n_epochs)) if share else 0  # at 0, and only there, from random labels
-
-    begins = epoch(settings.cluster_from)
-    if settings.instance_alone:
-        begins = settings.n_epochs
-    elif begins:
-        begins = max(begins, settings.n_epochs - settings.cluster_epochs)
+    begins, _ = plan_clusters(settings)
     plans = {"cluster": TaskPlan(C, begins)}
     if "under" in settings.tasks and C // 2 > 1:
         plans["under"] = TaskPlan(C // 2, begins)
     n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
     if "over" in settings.tasks and n_over > C:
-        plans["over"] = TaskPlan(n_over, epoch(settings.over_from), epoch(settings.over_until))
+        plans["over"] = TaskPlan(
+            n_over, epoch_at(settings.over_from, settings), epoch_at(settings.over_until, settings)
+        )
     return plans
 
 
@@ -61,6 +74,14 @@ class Phase:
     tasks: tuple[str, ...]  # the clustering tasks that learn
     nearest: bool  # whether instance contrast has nearest keys for positives, too
     in_pairs: bool  # whether each image is followed by one of its neighbours
+    self_labels: bool = False  # whether the network learns from its own labels, and from nothing else
+
+    @property
+    def learns(self) -> str:
+        """In a word, as metrics.csv has it."""
+        if self.self_labels:
+            return "own labels"
+        return "clusters" if "cluster" in self.tasks else "over-clusters" if self.tasks else "instances"
 
     @property
     def lot(self) -> int:
@@ -73,6 +94,9 @@ def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) ->
     tasks = tuple(name for name, plan in plans.items() if plan.learns_in(epoch))
     joins = max(1, math.floor(settings.nearest_from * settings.n_epochs))  # in the first epoch there are no keys yet
     nearest = settings.nearest > 0 and epoch >= joins
+    if settings.labels_itself and "cluster" in tasks and epoch >= plan_clusters(settings)[1]:
+        result = tuple(name for name in tasks if name != "over")
+        return Phase(result, nearest=False, in_pairs=False, self_labels=True)
     return Phase(tasks, nearest, in_pairs=settings.learns_pairs and "cluster" in tasks)
 
 
@@ -98,16 +122,15 @@ def usual_rate(batch_size: int, epochs: int) -> float:
     return float(f"{rate:.2g}")
 
 
-def rate_at(epoch: float, settings: Settings, begins: int, highest: float) -> float:
-    """The learning rate: after a linear rise, a cosine decay from ``highest`` to 0 until the clusters start, after
-    ``begins`` epochs, and a second, lower one from there on."""
-    rise = min(1.0, (epoch + 1e-2) / settings.warmup_epochs) if settings.warmup_epochs else 1.0
-    if epoch < begins:
-        peak, progress = 1.0, epoch / begins
-    else:
-        peak = settings.cluster_rate if begins else 1.0
-        progress = (epoch - begins) / max(1, settings.n_epochs - begins)
-    fall = 0.5 * (1 + math.cos(math.pi * progress))
+def rate_at(epoch: float, settings: Settings, highest: float) -> float:
+    """The learning rate: after a linear rise, a cosine decay from ``highest`` to 0 until the clusters start, and a
+    lower one from there on, or two: one until the network learns from its own labels."""
+    starts = [0, *plan_clusters(settings), settings.n_epochs]
+    start = max(start for start in starts if start <= epoch)
+    end = min((end for end in starts if end > epoch), default=start + 1)
+    peak, warmup = (settings.cluster_rate, LATER_WARMUP) if start else (1.0, settings.warmup_epochs)
+    rise = min(1.0, (epoch - start + 1e-2) / warmup) if warmup else 1.0
+    fall = 0.5 * (1 + math.cos(math.pi * (epoch - start) / (end - start)))
     return highest * peak * rise * fall
 
 

@@ -13,8 +13,9 @@ from torch import Tensor
 from semclust import core, labels, metrics
 from semclust.config import Settings
 from semclust.learner import ClusterTask, Learner
-from semclust.model import classifier_input
+from semclust.model import classifier_input, follow
 from semclust.partition import centred, k_means, nearest_neighbours, spectral_partition
+from semclust.plan import plan_clusters
 
 AT_ONCE = 1024  # images whose similarities to a whole memory are taken, or that are written into it
 
@@ -41,8 +42,10 @@ def renew_labels(
         if epoch <= task.plan.begins:  # the labels so far were random: no swap means anything
             churn = math.nan
             task.s.fill_(1)
-        if name in ("cluster", told):
+        if name in ("cluster", told) or task.teacher is not None:
             p[name] = task.classifier(seen).softmax(1)
+        if task.teacher is not None and settings.balance > 0:
+            task.share.copy_(p[name].mean(0))
         if name == told:
             figures = metrics.health(p[name], memory_labels(task, q_task, settings.temperature), churn)
     if told == "over":
@@ -65,6 +68,7 @@ def next_labels(
     if not task.plan.learns_in(epoch):
         return task.y
     starts = task.plan.is_parted_after(epoch)
+    teaches = task.teacher is not None and epoch == plan_clusters(settings)[1]  # from now on it does
     if name == "over" and settings.over_by == "k-means":
         # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
         y = same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
@@ -74,12 +78,16 @@ def next_labels(
             learner.neighbours.copy_(nearest_neighbours(directions, learner.neighbours.shape[1]))
         y = same_ids(spectral_partition(directions, C, tau, even=settings.balance > 0), task)
         del directions  # as large as h
+    elif teaches:
+        y = task.y  # as the classifier knew them, before images became as large as they are learned from now on
     else:
         y = labels.most_likely(task.classifier(seen)) if settings.online else memory_labels(task, q, tau)
         y = labels.merge_and_split(y, q, C, settings.min_cluster_size * len(q) / C)
-    if starts:
+    if starts or teaches:
         task.classifier.start_from(seen, y)
         fill(task, q, y)
+    if teaches and task.teacher is not None:
+        follow(task.teacher, task.classifier, 0.0)
     return y
 
 

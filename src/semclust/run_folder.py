@@ -37,6 +37,7 @@ from semclust.storage import PART, WholeFile, read_json, read_tensors, write_jso
 
 FORMAT = 2
 ROWS_AT_ONCE = 8192
+TEXTS = ("learns", "sizes")  # columns of metrics.csv that are not numbers
 OF_A_FIT = (  # files that nothing else writes
     "config.json",
     "metrics.csv",
@@ -165,7 +166,7 @@ class RunFolder:
             return []
 
         def value(name: str, cell: str) -> Any:
-            if name == "sizes" and cell:
+            if name in TEXTS and cell:
                 return cell
             return int(cell) if cell.isdecimal() or name == "epoch" else float(cell or "nan")
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from semclust import core, metrics
-from semclust.augment import Augmentation, RandomView
+from semclust.augment import Augmentation, RandomView, view_size, weak_and_strong
 from semclust.config import Settings
 from semclust.contrast import Contrast
 from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
@@ -38,6 +38,7 @@ from semclust.model import channels_last, in_unit_range
 from semclust.plan import (
     Phase,
     plan_batches,
+    plan_clusters,
     plan_phase,
     plan_tasks,
     rate_at,
@@ -89,7 +90,9 @@ class Training:
         channels_last(self.learner.to(device))
         self.precision = mixed_precision(device, settings.precision == "auto")
         self._measure_colours()
-        self.trained = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
+        learning = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
+        self.trained = [parameter for parameter in learning if parameter.requires_grad]  # teachers follow
+        self.weak, self.strong = weak_and_strong(settings.augment, self.image_shape[2])
         # The rate is a tensor where steps are recorded: a number would be recorded for good.
         self.optimiser = torch.optim.SGD(
             self.trained,
@@ -139,7 +142,7 @@ class Training:
         """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks.
         Epochs of one kind take the same time."""
         phase = self._phase_of(epoch)
-        learned = [*phase.tasks, *(["nearest"] if phase.nearest else [])]
+        learned = [*phase.tasks, *(["nearest"] if phase.nearest else []), *(["itself"] if phase.self_labels else [])]
         parted = [name for name, task in self.learner.tasks.items() if task.plan.is_parted_after(epoch + 1)]
         return " ".join(learned), "" if self.settings.instance_alone else " ".join(parted)
 
@@ -156,11 +159,13 @@ class Training:
         share: of the steps of a whole epoch that this one takes, fewer or more, where time is the budget; of the rest
         of an epoch, the same as of its beginning."""
         with own_random_numbers(self.settings.random_state, 1 + self.epoch, self.device), fast_kernels(self.device):
-            row: dict[str, Any] = {"epoch": self.epoch + 1}
+            row: dict[str, Any] = {"epoch": self.epoch + 1, "learns": self.phase.learns}
             row |= self._steps(on_step, share)
             self._agree()
+            if self.settings.labels_itself and self.epoch + 1 == plan_clusters(self.settings)[1]:
+                self.contrast.begin_self_labels()
             renews = self.renews_labels(self.epoch + 1)
-            h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0))
+            h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0), self.epoch + 1)
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.skipped_before = self._skipped_steps()[1]  # only now: until here the steps may be counted once more
@@ -252,21 +257,21 @@ class Training:
 
     def learning_rate(self, epoch: float) -> float:
         """After so many epochs, of which the last may be a part."""
-        begins = self.learner.tasks["cluster"].plan.begins
-        return rate_at(epoch, self.settings, begins, self.rate_factor * self.peak_rate)
+        return rate_at(epoch, self.settings, self.rate_factor * self.peak_rate)
 
     def _step(self, x: Tensor, index: Tensor, rate: float) -> Tensor:
         """One optimiser step on the batch ``index``: L, L_ID, L_CD. x: its images (n x c x H x W bytes)."""
         for group in self.optimiser.param_groups:
             group["lr"].fill_(rate)
         # Views are made outside of what is recorded: they draw random numbers, and may be the user's own code.
-        if isinstance(self.augmentation, RandomView):
-            u = torch.rand(2, len(index), self.augmentation.numbers, device=x.device)  # of the whole batch
-            views = self._view(x, self.group.part(u, 1, self.phase.lot).flatten(0, 1))
+        first, second = (self.strong, self.weak) if self.phase.self_labels else (self.augmentation,) * 2
+        if isinstance(first, RandomView) and isinstance(second, RandomView):
+            u = torch.rand(2, len(index), max(first.numbers, second.numbers), device=x.device)  # of the whole batch
+            views = self._view(first, second, x, self.group.part(u, 1, self.phase.lot))
         else:
             x = in_unit_range(x)
             with self._numbers_of_rank():
-                views = torch.cat([self.augmentation(x), self.augmentation(x)])
+                views = torch.cat([first(x), second(x)])
         while True:
             try:
                 return self._learn(views, index)
@@ -301,11 +306,13 @@ class Training:
             f"A batch_size of {n // 2}, or a smaller image_size, would do without."
         )
 
-    def _two_views(self, x: Tensor, u: Tensor) -> Tensor:
-        """2n views, by the random numbers u, of n images."""
-        assert isinstance(self.augmentation, RandomView)
+    @staticmethod
+    def _two_views(first: RandomView, second: RandomView, x: Tensor, u: Tensor) -> Tensor:
+        """2n views of n images, by the random numbers u (2 x n x as many as needed)."""
         x = in_unit_range(x)
-        return self.augmentation.by(torch.cat([x, x]), u)
+        if first is second:
+            return first.by(torch.cat([x, x]), u.flatten(0, 1))
+        return torch.cat([view.by(x, own[:, : view.numbers]) for view, own in zip((first, second), u, strict=True)])
 
     def _learn_from(self, phase: Phase, views: Tensor, index: Tensor) -> Tensor:
         """Learn the tasks of ``phase`` from two views of each image, the first n and the second n.
@@ -334,7 +341,7 @@ class Training:
             self.optimiser.found_inf = spoiled.float()  # type: ignore[attr-defined]  # at 1, a step changes nothing
         self.optimiser.step()
         self._restore_statistics(statistics, spoiled)
-        self.contrast.follow()
+        self.contrast.follow(phase)
         for numbers, q, k in keys:
             self.contrast.remember(phase, numbers, q, k, spoiled)
         return torch.where(spoiled, math.nan, losses)
@@ -344,20 +351,20 @@ class Training:
     ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
         """Of some images of a step, a ``share`` of it: add up the gradient. Returns the losses L, L_ID, L_CD, and what
         the memories are to remember: q and k. ``batch``: the images of the step on all ranks."""
-        if self.settings.symmetric:  # each view is query once and key once
+        if self.settings.symmetric and not phase.self_labels:  # each view is query once and key once
             query, key, index = torch.cat([query, key]), torch.cat([key, query]), index.repeat(2)
         with self.precision:
             # The twin needs nothing of the encoder and has no gradient: it runs beside it. Not where either waits for
             # other processes, which would have to meet them in the same order.
-            with self.engine.beside(self.settings.contrast == "moco" and self.group.alone) as meet:
-                k = self.contrast.keys(phase, key, index, len(batch))
+            with self.engine.beside(self.contrast.by_twin(phase) and self.group.alone) as meet:
+                h_key, k = self.contrast.keys(phase, key, index, len(batch))
             try:
                 h, q = self._encode(query)
             finally:
                 meet()
         # The sums over the batch stay outside of what is compiled: its compiler would put each of them, with all that
         # comes before it, into a single block.
-        of_samples = self._sample_losses(self.learner, self.settings, self.group, phase, index, h, q, k)
+        of_samples = self._sample_losses(self.learner, self.settings, self.group, phase, index, h, q, h_key, k)
         l_ids, pulls, l_cds = (each.sum(1) for each in of_samples)
         if not self.group.alone:
             for_l_id, for_others = shares_of_batch(self.learner, self.settings, self.group, phase, batch, len(l_ids))
@@ -437,20 +444,35 @@ class Training:
             return True
         return not self.settings.instance_alone and any(task.plan.begins > 0 for task in self.learner.tasks.values())
 
-    def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
-        """h and q of this rank's part of all images; see ``Inference.features``."""
-        return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part)
+    def features(
+        self, on_part: Callable[[], None] = lambda: None, epoch: int | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """h and q of this rank's part of all images, at the size for ``epoch``, the one to come; see
+        ``Inference.features``."""
+        return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part, epoch)
 
-    def features_of_some(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
+    def features_of_some(
+        self, on_part: Callable[[], None] = lambda: None, epoch: int | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The same of this rank's part of ``_some_images``."""
-        return self._features_of(self.group.part(self._some_images()), on_part)
+        return self._features_of(self.group.part(self._some_images()), on_part, epoch)
 
     def _some_images(self) -> Tensor:
         """The numbers of a few images, which are spread over all."""
         return torch.arange(0, self.n_images, math.ceil(self.n_images / SOME_IMAGES), device=self.device)
 
-    def _features_of(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.inference.features(numbers, self.keeps_pooled, on_part)
+    def _features_of(
+        self, numbers: Tensor, on_part: Callable[[], None], epoch: int | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        size = self.size_for(self.epoch if epoch is None else epoch)
+        return self.inference.features(numbers, size, self.keeps_pooled, on_part)
+
+    def size_for(self, epoch: int) -> tuple[int, int]:
+        """Height and width of the views that the epoch ``epoch`` (from 0) learns from: images without augmentation are
+        looked at in this size."""
+        by_itself = self.settings.labels_itself and epoch >= plan_clusters(self.settings)[1]
+        crop_size = 1.0 if by_itself else self.settings.crop_size
+        return view_size(self.settings.augment, self.image_shape, crop_size)
 
     # ---- surroundings ----------------------------------------------------------------------------
 

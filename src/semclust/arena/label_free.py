@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from scipy.stats import spearmanr
 
+from semclust.metrics import last_phase
 from semclust.run_folder import RunFolder
 from semclust.storage import read_json
 
@@ -15,8 +16,8 @@ Rows = list[dict[str, Any]]
 
 
 def read_rows(path: Path) -> dict[str, Rows]:
-    """Epochs that have both a score and an ACC, by run: of a run folder of `semclust fit`, of the result of a run that
-    `semclust bench` wrote, or of all of either kind in a folder."""
+    """Epochs of the last phase that have both a score and an ACC, by run: of a run folder of `semclust fit`, of the
+    result of a run that `semclust bench` wrote, or of all of either kind in a folder."""
     if path.is_file():
         rows: Rows = read_json(path).get("history", []) if path.suffix == ".json" else []
         found = {str(path): rows}
@@ -29,7 +30,7 @@ def read_rows(path: Path) -> dict[str, Rows]:
             else {}
         )
     usable = {name: [row for row in rows if has_both(row)] for name, rows in found.items()}
-    return {name: rows for name, rows in usable.items() if rows}
+    return {name: last_phase(rows) for name, rows in usable.items() if rows}
 
 
 def has_both(row: dict[str, Any]) -> bool:

@@ -126,7 +126,7 @@ def deepcluster(images: Images, labels: np.ndarray, settings: Settings, watcher:
 def judge(history: list[dict[str, Any]]) -> dict[str, dict[str, Any] | None]:
     """The figures of the last epoch, of the best by the labels, and of the one that the label-free score chooses."""
     clustered = [row for row in history if not math.isnan(row["acc"])]
-    scored = [row for row in clustered if not math.isnan(row["score"])]
+    scored = [row for row in metrics.last_phase(clustered) if not math.isnan(row["score"])]
 
     def figures(row: dict[str, Any]) -> dict[str, Any]:
         return {name: plain(row[name]) for name in ("epoch", *metrics.FIGURES, "score")}

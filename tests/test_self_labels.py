@@ -1,0 +1,271 @@
+"""The last phase of a run: the network learns from its own labels."""
+
+import copy
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.testing import assert_close
+
+from conftest import TinyBackbone, make_images, tiny
+from semclust import core, fitting, metrics
+from semclust.augment import view_size
+from semclust.config import Settings
+from semclust.plan import Phase, plan_clusters, plan_phase, plan_tasks
+from semclust.train import Training
+
+CONTRASTS = ("moco", "simclr", "instance-memory")
+
+
+def started(n: int = 48, **changes) -> Training:
+    return fitting.start(make_images(n), tiny(**changes))
+
+
+def about_to_label_itself(**changes) -> Training:
+    """Before the first epoch that learns from its own labels: the fourth of five."""
+    training = started(**dict(epochs=5, cluster_from=0.4, self_label_from=0.6) | changes)
+    for _ in range(3):
+        training.run_epoch()
+    assert training.phase.self_labels
+    return training
+
+
+# ---- the loss ----------------------------------------------------------------------------------------
+
+
+def test_only_what_the_teacher_is_sure_of_is_learned():
+    logits = torch.randn(4, 3, requires_grad=True)
+    p = torch.tensor([[0.97, 0.02, 0.01], [0.02, 0.94, 0.04], [0.01, 0.03, 0.96], [0.4, 0.3, 0.3]])
+    loss = core.self_label_loss(logits, p, torch.full((3,), 1 / 3), 0.95)
+    log_p = logits.log_softmax(1)
+    assert_close(loss, torch.stack([-log_p[0, 0], log_p[1, 0] * 0, -log_p[2, 2], log_p[3, 0] * 0]))
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert gradient[[0, 2]].abs().min() > 0 and not gradient[[1, 3]].any()
+
+
+def test_probabilities_are_evened_out_by_the_shares_of_the_clusters():
+    """A large cluster has to be surer than a small one, and may lose an image to it."""
+    logits = torch.zeros(2, 2)
+    p = torch.tensor([[0.96, 0.04], [0.4, 0.6]])
+    share = torch.tensor([0.8, 0.2])
+    even = p / share / (p / share).sum(1, keepdim=True)
+    assert even[0, 0] < 0.95 < p[0, 0] and even[1, 1] > 0.85
+    assert core.self_label_loss(logits, p, share, 0.85).tolist() == pytest.approx([math.log(2)] * 2)
+    assert core.self_label_loss(logits, p, share, 0.95).tolist() == [0, 0]
+    assert core.self_label_loss(logits, p, torch.full((2,), 0.5), 0.95).tolist() == pytest.approx([math.log(2), 0])
+
+
+def test_an_empty_cluster_is_favoured_tenfold_at_most():
+    p = torch.tensor([[0.9, 0.1], [0.999, 0.001]])
+    share = torch.tensor([1.0, 0.0])
+    logits = torch.tensor([[3.0, 0.0], [3.0, 0.0]])
+    second, first = core.self_label_loss(logits, p, share, 0.5).tolist()  # 0.1 / 0.05 > 0.9, but 0.001 / 0.05 < 0.999
+    assert second == pytest.approx(3 + math.log1p(math.exp(-3))) and first == pytest.approx(math.log1p(math.exp(-3)))
+
+
+def test_no_gradient_reaches_the_teacher():
+    logits, p = torch.randn(6, 3, requires_grad=True), torch.randn(6, 3, requires_grad=True)
+    loss = core.self_label_loss(logits, p.softmax(1), torch.full((3,), 1 / 3), 0.0).sum()
+    assert torch.autograd.grad(loss, p, allow_unused=True) == (None,)
+
+
+# ---- the plan ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "changes, starts",
+    [
+        (dict(epochs=80), (52, 68)),
+        (dict(epochs=600), (450, 510)),
+        (dict(epochs=600, cluster_epochs=20), (490, 510)),
+        (dict(epochs=600, self_label_from=1.0), (540, 600)),
+        (dict(epochs=100, cluster_from=0.9), (90, 90)),
+        (dict(epochs=100, cluster_from=0.0, neighbours=0), (0, 85)),
+        (dict(epochs=100, cluster_from=0.0, neighbours=0, self_label_from=0.0), (0, 1)),
+        (dict(epochs=100, tasks=("instance",)), (100, 100)),
+        (dict(epochs=1), (1, 1)),
+        (dict(epochs=2), (1, 1)),
+        (dict(epochs=10), (6, 8)),
+    ],
+    ids=str,
+)
+def test_the_network_labels_itself_after_the_clusters(changes, starts):
+    settings = Settings(**changes)
+    assert plan_clusters(settings) == starts
+    plans = plan_tasks(settings, 1000)
+    assert plans["cluster"].begins == starts[0]
+    for epoch in range(settings.n_epochs):
+        phase = plan_phase(settings, plans, epoch)
+        assert phase.self_labels == (epoch >= starts[1])
+        if phase.self_labels:
+            assert phase == Phase(("cluster",), nearest=False, in_pairs=False, self_labels=True)
+
+
+def test_metrics_tell_what_an_epoch_learns():
+    fitted = fitting.fit(make_images(), tiny(epochs=20, tasks=("cluster", "over", "instance")))
+    words = [row["learns"] for row in fitted.history]
+    assert (
+        words == ["instances"] * 5 + ["over-clusters"] * 5 + ["instances"] * 3 + ["clusters"] * 4 + ["own labels"] * 3
+    )
+
+
+def test_an_epoch_is_chosen_among_those_that_learned_from_the_same_as_the_last():
+    def row(epoch, learns, score):
+        return {"epoch": epoch, "learns": learns, "score": score}
+
+    rows = [row(1, "clusters", 0.99), row(2, "own labels", 0.7), row(3, "own labels", 0.9), row(4, "own labels", 0.8)]
+    assert metrics.best_epoch(rows) == 3
+    assert metrics.best_epoch(rows[:1]) == 1
+    without = [{"epoch": 1, "score": 0.9}, {"epoch": 2, "score": 0.5}]  # of an earlier version
+    assert metrics.best_epoch(without) == 1
+    assert metrics.best_epoch([one | {"learns": math.nan} for one in without]) == 1
+
+
+# ---- a step ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("contrast", CONTRASTS)
+def test_a_step_learns_the_teachers_labels_of_weak_views_in_strong_ones(monkeypatch, contrast):
+    training = about_to_label_itself(contrast=contrast, self_label_confidence=0.3, tasks=("cluster", "instance"))
+    learner, task, index = training.learner, training.learner.tasks["cluster"], torch.arange(16)
+    (x,) = training.images.batches([index])
+    whole = x.float() / 255
+    given: dict[str, torch.Tensor] = {}
+
+    def views(first, second, x, u):
+        given["strong"], given["weak"] = first.by(whole, u[0][:, : first.numbers]), second.by(whole, u[1, :, :0])
+        return torch.cat([given["strong"], given["weak"]])
+
+    training._view = views
+    training._begin_steps()
+    teacher, classifier = task.teacher.linear.weight.clone(), task.classifier.linear.weight.clone()
+    twin, encoder, share = copy.deepcopy(learner.twin), copy.deepcopy(learner.encoder), task.share.clone()
+    with torch.no_grad():
+        p = task.teacher(F.normalize(twin(whole)[0], dim=1)).softmax(1)  # a drawing, hardly changed, is itself
+        logits = task.classifier(F.normalize(encoder(next_strong_views(training, whole))[0], dim=1))
+        expected = core.self_label_loss(logits, p, share, 0.3).mean()
+    torch.manual_seed(1)
+    loss, l_id, l_cd = training._step(x, index, 0.1)
+    assert torch.equal(given["weak"], whole)
+    assert l_id == 0 and loss == l_cd > 0
+    assert_close(l_cd, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.equal(task.classifier.linear.weight, classifier)
+    for followed, before, leads in (
+        (task.teacher.linear.weight, teacher, task.classifier.linear.weight),
+        *zip(learner.twin.parameters(), twin.parameters(), learner.encoder.parameters(), strict=True),
+    ):
+        assert_close(followed.data, 0.99 * before.data + 0.01 * leads.data)
+
+
+def next_strong_views(training: Training, x: torch.Tensor) -> torch.Tensor:
+    """That a step draws where the seed is 1."""
+    torch.manual_seed(1)
+    u = torch.rand(2, len(x), training.strong.numbers)
+    return training.strong.by(x, u[0])
+
+
+def test_teachers_are_not_trained():
+    training = about_to_label_itself()
+    assert len(training.trained) == len(training.optimiser.param_groups[0]["params"])
+    teachers = [p for task in training.learner.tasks.values() if task.teacher for p in task.teacher.parameters()]
+    assert len(teachers) == 4 and not any(p.requires_grad for p in teachers)  # of "cluster" and "under", not of "over"
+    assert not {id(p) for p in teachers} & {id(p) for p in training.trained}
+
+
+@pytest.mark.parametrize("contrast", ["simclr", "instance-memory"])
+def test_a_twin_that_nothing_needed_so_far_starts_as_the_encoder(contrast):
+    training = started(epochs=5, cluster_from=0.4, self_label_from=0.6, contrast=contrast)
+    first = copy.deepcopy(training.learner.twin.state_dict())
+    for epoch in range(5):
+        now = training.learner.twin.state_dict()
+        assert all(torch.equal(now[name], value) for name, value in first.items()) == (epoch < 3)
+        if epoch == 3:
+            assert all(torch.equal(now[name], value) for name, value in training.learner.encoder.state_dict().items())
+        training.run_epoch()
+
+
+def test_without_it_there_is_no_teacher():
+    for changes in (dict(self_label_from=1.0, contrast="simclr"), dict(tasks=("instance",), contrast="simclr")):
+        training = started(**changes)
+        assert training.learner.twin is None
+        assert not training.settings.labels_itself
+        assert all(task.teacher is None for task in training.learner.tasks.values())
+
+
+def test_a_users_own_views_serve_as_strong_ones():
+    seen = []
+
+    def own(x):
+        seen.append(len(x))
+        return x.flip(-1)
+
+    fitting.fit(make_images(), tiny(epochs=5, augment=own))
+    assert len(seen) == 4 * 3 * 2 + 3  # two views in each step of four epochs, one in each of the last
+
+
+# ---- labels and sizes --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("balance", [0.0, 5.0])
+def test_shares_are_the_mean_of_the_probabilities_where_even_clusters_are_wanted(balance):
+    training = about_to_label_itself(balance=balance)
+    for _ in range(2):
+        _, p = training.run_epoch()
+        task = training.learner.tasks["cluster"]
+        assert_close(task.share, p.mean(0) if balance else torch.full((4,), 0.25))
+
+
+def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
+    """Photographs are learned from crops until then. The labels are those of the refresh before."""
+    images = make_images(96, size=16, channels=3)
+    settings = tiny(epochs=10, cluster_from=0.4, self_label_from=0.7, crop_size=0.5, backbone=TinyBackbone(3))
+    training = fitting.start(images, settings)
+    sizes, by_inference = [], training.inference.features
+
+    def features(numbers, size, *rest):
+        sizes.append(size)
+        return by_inference(numbers, size, *rest)
+
+    training.inference.features = features
+    labels = []
+    for _ in range(10):
+        training.run_epoch()
+        labels.append(training.learner.tasks["cluster"].y.clone())
+    assert sizes == [(8, 8)] * 6 + [(16, 16)] * 4
+    assert torch.equal(labels[5], labels[6]) and not torch.equal(labels[3], labels[6])
+    assert training.size_for(6) == (8, 8) and training.size_for(7) == training.size_for(10) == (16, 16)
+
+
+@pytest.mark.parametrize("self_label_from, size", [(0.7, (16, 16)), (1.0, (8, 8))])
+@pytest.mark.parametrize("epochs", [1, 6])
+def test_a_model_predicts_at_the_size_that_it_learned_from_at_last(epochs, self_label_from, size):
+    images = make_images(48, labels=np.arange(48) % 4, size=16, channels=3)
+    changes = dict(
+        self_label_from=self_label_from, crop_size=0.5, backbone=TinyBackbone(3), tasks=("cluster", "instance")
+    )
+    fitted = fitting.fit(images, tiny(epochs=epochs, **changes))
+    encoder = fitted.predictor.network.encoder
+    assert encoder.view_size == size
+    assert view_size("auto", (16, 16, 3), 0.5) == (8, 8)
+    assert metrics.evaluate(fitted.labels, images.labels)["acc"] == pytest.approx(fitted.history[-1]["acc"], abs=0.03)
+
+
+@pytest.mark.parametrize("contrast", CONTRASTS)
+def test_groups_that_are_clear_stay_found(contrast):
+    y = np.arange(96) % 4
+    settings = tiny(epochs=30, contrast=contrast, self_label_from=0.8, learning_rate=0.1, tasks=("cluster", "instance"))
+    fitted = fitting.fit(make_images(96, labels=y), settings)
+    before = [row for row in fitted.history if row["learns"] == "clusters"][-1]
+    assert before["acc"] > 0.75 and fitted.history[-1]["acc"] >= before["acc"]
+    assert fitted.history[-1]["smallest"] > 0.1  # without the twin, simclr ends in one cluster
+
+
+def test_memories_keep_up_with_the_features():
+    """What the label-free score compares the classifier with."""
+    training = about_to_label_itself()
+    memory = training.learner.tasks["cluster"].memory
+    before = memory.keys.clone()
+    training.run_epoch()
+    assert not torch.equal(memory.keys, before)
