@@ -125,7 +125,7 @@ def test_measuring_leaves_the_run_as_it_was():
     phases = {"", "over nearest", "nearest", "cluster under nearest", "cluster under itself"}
     assert set(measured.steps) == phases and min(measured.steps.values()) > 0
     kinds = {training.kind_of_epoch(epoch) for epoch in range(20)}
-    assert set(measured.renewal) == {"; ".join(kind) for kind in kinds} and len(kinds) == 7
+    assert set(measured.renewal) == {"; ".join(kind) for kind in kinds} and len(kinds) == 8
 
 
 @pytest.mark.parametrize("share", [0.3, 1.0, 2.5])

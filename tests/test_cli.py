@@ -1091,9 +1091,9 @@ def test_a_warning_is_text_and_not_markup():
 
 
 def test_figures_on_a_line():
-    row = {"epoch": 1, "loss": 1.23456, "churn": math.nan, "score": 0.5, "spread": 0.7}
-    assert figures(row) == "loss 1.235  score 0.500"
-    assert figures(row | {"churn": 0.25, "acc": 0.9}) == "loss 1.235  churn 0.250  score 0.500  ACC 0.900"
+    row = {"epoch": 1, "learns": "clusters", "loss": 1.23456, "churn": math.nan, "score": 0.5, "spread": 0.7}
+    assert figures(row) == "clusters  loss 1.235  score 0.500"
+    assert figures(row | {"churn": 0.25, "acc": 0.9}) == "clusters  loss 1.235  churn 0.250  score 0.500  ACC 0.900"
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,8 @@ CASES = {
     # Rounding of so many layers turns which of two keys is nearest.
     "resnet": dict(backbone="resnet10", width=8, precision="float32", nearest=0.0, **EARLY),
 }
-LOCAL = dict(batch_norm="local", symmetric=True, **EARLY)
+IN_TWO = dict(self_label_from=1.0, **EARLY)  # of two epochs, the second learns the clusters
+LOCAL = dict(batch_norm="local", symmetric=True, **IN_TWO)
 
 
 def settings_of(case: str) -> Settings:
@@ -156,7 +157,7 @@ def dim(x: torch.Tensor) -> torch.Tensor:
 def work_of_rank(group: Group, to_assign: list[tuple[str, str]]) -> dict:
     """All that is looked at below, in one start of the processes."""
     result: dict = {case: fit_case(group, settings_of(case)) for case in CASES}
-    for name, changes in (("local", LOCAL), ("own-views", dict(augment=dim, **EARLY))):
+    for name, changes in (("local", LOCAL), ("own-views", dict(augment=dim, **IN_TWO))):
         training = fitting.start(make_images(50), tiny(batch_size=17, **changes), group=group)
         training.run_epoch()
         training.run_epoch()
@@ -192,7 +193,7 @@ class Stopped(Exception): ...
 
 def resumed_within_an_epoch(group: Group) -> tuple[dict, dict]:
     """The state after two epochs, where the first rank alone had the state of a run that was stopped; and unbroken."""
-    settings = tiny(batch_size=17, **EARLY)
+    settings = tiny(batch_size=17, **IN_TWO)
 
     def stop(n_images: int) -> None:
         if training.epoch == 1 and training.step == 2:

@@ -80,7 +80,7 @@ def test_losses_on_gpu_and_cpu_start_alike():
 
 def captured_and_plain(**changes) -> list[list[float]]:
     """The losses of the first epochs, plain, recorded, and compiled and recorded, from the same random numbers.
-    The first has instance contrast alone, the second all tasks."""
+    The first has instance contrast alone, the second all tasks, or the network's own labels."""
     images = open_images(stripes_and_spots(480))
     settings = EARLY | dict(width=16, batch_size=48, device="cuda", nearest_from=0.125)
     losses = []
@@ -95,7 +95,15 @@ def captured_and_plain(**changes) -> list[list[float]]:
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"symmetric": True}, {"contrast": "instance-memory"}, {"batch_norm_groups": 4}], ids=str
+    "changes",
+    [
+        {},
+        {"symmetric": True},
+        {"contrast": "instance-memory"},
+        {"batch_norm_groups": 4},
+        {"self_label_from": 0.125, "self_label_confidence": 0.0},
+    ],
+    ids=str,
 )
 def test_recorded_and_compiled_steps_have_the_losses_of_plain_ones(changes):
     """bf16 rounds after other operations once they are fused, and the runs drift apart: on an H200 hardly in the first

@@ -508,10 +508,12 @@ def test_rows_without_a_figure_are_gaps(made):
 
 def test_phases():
     marks = phases(Settings(n_clusters=10, epochs=50), 1797)
-    assert [mark["epoch"] for mark in marks] == [12, 25, 32]
+    assert [mark["epoch"] for mark in marks] == [12, 25, 32, 42]
     assert "40 fine clusters" in marks[0]["title"] and "the 10 clusters" in marks[2]["title"]
     assert phases(Settings(n_clusters=10, epochs=50, tasks=("instance",)), 1797) == []
-    assert phases(Settings(n_clusters=10, epochs=50, cluster_from=0.0, tasks=("cluster",), neighbours=0), 1797) == []
+    assert marks[3]["title"] == "own labels alone"
+    early = Settings(n_clusters=10, epochs=50, cluster_from=0.0, tasks=("cluster",), neighbours=0, self_label_from=1.0)
+    assert phases(early, 1797) == []
 
 
 # ---- settings --------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from conftest import TinyBackbone, make_images, tiny
 from semclust import core, fitting, metrics
 from semclust.augment import view_size
 from semclust.config import Settings
+from semclust.model import LinearClassifier
 from semclust.plan import Phase, plan_clusters, plan_phase, plan_tasks
 from semclust.train import Training
 
@@ -63,6 +64,19 @@ def test_an_empty_cluster_is_favoured_tenfold_at_most():
     logits = torch.tensor([[3.0, 0.0], [3.0, 0.0]])
     second, first = core.self_label_loss(logits, p, share, 0.5).tolist()  # 0.1 / 0.05 > 0.9, but 0.001 / 0.05 < 0.999
     assert second == pytest.approx(3 + math.log1p(math.exp(-3))) and first == pytest.approx(math.log1p(math.exp(-3)))
+
+
+def test_all_is_learned_or_nothing_at_the_ends_of_confidence():
+    p = torch.tensor([[1.0, 0.0], [0.6, 0.4], [0.5, 0.5]])
+    for confidence, learned in ((0.0, 3), (0.6, 2), (1.0, 1)):
+        loss = core.self_label_loss(torch.zeros(3, 2), p, torch.full((2,), 0.5), confidence)
+        assert (loss > 0).sum() == learned
+
+
+def test_a_teacher_that_is_not_finite_is_noticed():
+    p = torch.tensor([[0.99, 0.01], [math.nan, 0.5], [math.inf, 0.0]])
+    loss = core.self_label_loss(torch.zeros(3, 2), p, torch.full((2,), 0.5), 0.95)
+    assert loss.isfinite().tolist() == [True, False, False]
 
 
 def test_no_gradient_reaches_the_teacher():
@@ -166,6 +180,29 @@ def next_strong_views(training: Training, x: torch.Tensor) -> torch.Tensor:
     return training.strong.by(x, u[0])
 
 
+def test_each_view_is_used_one_way_alone():
+    """Also where it is otherwise used both ways: what was seen in a strong view is no label for a weak one."""
+    training = about_to_label_itself(symmetric=True)
+    given = []
+    training.learner.encoder.register_forward_hook(lambda module, inputs, output: given.append(len(inputs[0])))
+    training.learner.twin.register_forward_hook(lambda module, inputs, output: given.append(len(inputs[0])))
+    slot = training.learner.instance_memory.next_slot.item()
+    training._begin_steps()
+    (x,) = training.images.batches([torch.arange(16)])
+    training._step(x, torch.arange(16), 0.1)
+    assert given == [16, 16]
+    size = training.learner.instance_memory.keys.shape[1]
+    assert training.learner.instance_memory.next_slot.item() == (slot + 16) % size
+
+
+def test_stored_vectors_rest_while_the_twin_makes_the_keys():
+    training = about_to_label_itself(contrast="instance-memory")
+    stored, memory = training.learner.stored_keys.clone(), training.learner.instance_memory.keys.clone()
+    training.run_epoch()
+    assert torch.equal(training.learner.stored_keys, stored)
+    assert not torch.equal(training.learner.instance_memory.keys, memory)
+
+
 def test_teachers_are_not_trained():
     training = about_to_label_itself()
     assert len(training.trained) == len(training.optimiser.param_groups[0]["params"])
@@ -205,6 +242,11 @@ def test_a_users_own_views_serve_as_strong_ones():
     assert len(seen) == 4 * 3 * 2 + 3  # two views in each step of four epochs, one in each of the last
 
 
+def test_a_users_own_views_may_be_smaller_than_the_image():
+    fitted = fitting.fit(make_images(), tiny(epochs=5, augment=lambda x: x[..., 1:7, 1:7]))
+    assert fitted.history[-1]["learns"] == "own labels"
+
+
 # ---- labels and sizes --------------------------------------------------------------------------------
 
 
@@ -213,12 +255,14 @@ def test_shares_are_the_mean_of_the_probabilities_where_even_clusters_are_wanted
     training = about_to_label_itself(balance=balance)
     for _ in range(2):
         _, p = training.run_epoch()
-        task = training.learner.tasks["cluster"]
-        assert_close(task.share, p.mean(0) if balance else torch.full((4,), 0.25))
+        cluster, under = (training.learner.tasks[name] for name in ("cluster", "under"))
+        assert_close(cluster.share, p.mean(0) if balance else torch.full((4,), 0.25))
+        of_under = under.classifier(F.normalize(training.features()[0], dim=1)).softmax(1).mean(0)
+        assert_close(under.share, of_under.detach() if balance else torch.full((2,), 0.5))
 
 
 def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
-    """Photographs are learned from crops until then. The labels are those of the refresh before."""
+    """Photographs are learned from crops until then."""
     images = make_images(96, size=16, channels=3)
     settings = tiny(epochs=10, cluster_from=0.4, self_label_from=0.7, crop_size=0.5, backbone=TinyBackbone(3))
     training = fitting.start(images, settings)
@@ -229,13 +273,33 @@ def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
         return by_inference(numbers, size, *rest)
 
     training.inference.features = features
-    labels = []
-    for _ in range(10):
+    for epoch in range(1, 11):
         training.run_epoch()
-        labels.append(training.learner.tasks["cluster"].y.clone())
-    assert sizes == [(8, 8)] * 6 + [(16, 16)] * 4
-    assert torch.equal(labels[5], labels[6]) and not torch.equal(labels[3], labels[6])
+        if epoch == 7:
+            h, q = training.features()
+            sizes.pop()
+            for name in ("cluster", "under"):
+                task = training.learner.tasks[name]
+                anew = LinearClassifier(h.shape[1], task.n_clusters, settings.temperature)
+                anew.start_from(F.normalize(h, dim=1), task.y)
+                assert same_weights(anew, task.classifier) and same_weights(anew, task.teacher)
+                keys = {tuple(key) for key in task.memory.keys.flatten(0, 1).tolist()}
+                assert len(keys & {tuple(row) for row in q[task.projection].tolist()}) > 20
+    assert sizes == [(8, 8)] * 7 + [(16, 16)] * 4  # once more for the start
     assert training.size_for(6) == (8, 8) and training.size_for(7) == training.size_for(10) == (16, 16)
+
+
+def same_weights(one: LinearClassifier, other: LinearClassifier) -> bool:
+    return torch.equal(one.linear.weight, other.linear.weight) and torch.equal(one.linear.bias, other.linear.bias)
+
+
+def test_the_first_own_labels_are_those_of_the_clusters_before():
+    """Not the random ones of the beginning, where the clusters are learned from it on."""
+    training = started(epochs=6, cluster_from=0.0, neighbours=0, self_label_from=0.0)
+    random = training.learner.tasks["cluster"].y.clone()
+    training.run_epoch()
+    assert training.phase.self_labels
+    assert not torch.equal(training.learner.tasks["cluster"].y, random)
 
 
 @pytest.mark.parametrize("self_label_from, size", [(0.7, (16, 16)), (1.0, (8, 8))])

@@ -1014,7 +1014,8 @@ def test_instance_contrast_alone_gives_the_k_means_of_its_features():
 def test_two_epochs_with_each_setting(changes):
     images, settings = make_images(), tiny(**changes)
     training = fitting.start(images, settings)
-    assert (training.learner.twin is None) == (settings.contrast != "moco")
+    needs_twin = settings.contrast == "moco" or settings.labels_itself
+    assert (training.learner.twin is None) == (not needs_twin)
     assert ("stored_keys" in dict(training.learner.named_buffers())) == (settings.contrast == "instance-memory")
     fitted = fitting.fit(images, settings)
     assert fitted.p.shape == (48, 4) and fitted.q.shape == (48, settings.projection_dim)

@@ -229,10 +229,10 @@ def choose_augmentation(augment: str | Augmentation, n_channels: int, crop_size:
 
 def weak_and_strong(augment: str | Augmentation, n_channels: int) -> tuple[Augmentation, Augmentation]:
     """Views of whole images that change them hardly and strongly. A user's own function is taken for a usual change:
-    without it, and with it and a hole."""
+    without it, and with it and a hole, at the image's size."""
     if isinstance(augment, str):
         return WEAK_AND_STRONG[choose_family(augment, n_channels)]
-    return none, lambda x: cut_out(augment(x))
+    return none, lambda x: cut_out(resized(augment(x), (x.shape[2], x.shape[3])))
 
 
 def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_size: float = 1.0) -> tuple[int, int]:
@@ -245,6 +245,11 @@ def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_si
 
 def between(low: float, high: float, u: Tensor) -> Tensor:
     return low + (high - low) * u
+
+
+def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
+    """Images (n x c x H x W) of another height and width."""
+    return x if tuple(x.shape[2:]) == size else F.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
 def mirrored(u: Tensor) -> Tensor:

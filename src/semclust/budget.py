@@ -174,13 +174,16 @@ def measure(training: Training) -> Schedule:
             learned, training.epoch = kind[0], epoch
             if learned not in steps:
                 steps[learned] = seconds_of_steps(training)
-            training.epoch = epoch + 1
-            size = training.size_for(training.epoch)
+                features = training.features()
+            size = training.size_for(epoch)
             if size not in to_features:
                 to_features[size] = usual_seconds(training.features, training)
-            if training.renews_labels(training.epoch):
-                to_renew = usual_seconds(functools.partial(training._renew_labels, *training.features()), training)
+            if training.renews_labels(epoch + 1):
+                training.epoch = epoch + 1
+                to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
                 renewal["; ".join(kind)] = to_features[size] + to_renew
+                if training.starts_self_labels(epoch + 1):
+                    renewal["; ".join(kind)] += usual_seconds(training._start_self_labels, training)
             else:
                 renewal["; ".join(kind)] = usual_seconds(training.features_of_some, training)
     training.load_state(start, 0, Path("the start of the run"))

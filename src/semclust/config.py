@@ -38,7 +38,7 @@ class Settings:
 
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int | None = setting(None, low=1)
-    """Passes over the images. None: 80; for photographs, which take longer to be understood, 700 on an NVIDIA or AMD
+    """Passes over the images. None: 80; for photographs, which take longer to be understood, 600 on an NVIDIA or AMD
     GPU and elsewhere 50, as nobody would wait for more; times effort."""
     effort: float = setting(1.0, low=0.02)
     """Where neither epochs nor minutes are given: how many times as long to learn as usual."""
@@ -53,7 +53,7 @@ class Settings:
     weight_decay: float = setting(5e-4, low=0)
     """Weight decay of SGD."""
     warmup_epochs: int = setting(3, low=0)
-    """Epochs in which the learning rate rises to its peak."""
+    """Epochs in which the learning rate rises to its peak; where it starts anew later, it rises for one."""
 
     # ---- images ------------------------------------------------------------------------------
     image_size: int | None = setting(None, low=4, high=1024)
@@ -94,7 +94,8 @@ class Settings:
     encoder, or a vector stored for each image."""
     momentum: float | None = setting(None, low=0, high=1)
     """Share m that the momentum encoder keeps at each step, or a stored vector when its image is met.
-    None: 0.99, and 0.5 for stored vectors, which are met once an epoch."""
+    None: 0.99, and 0.5 for stored vectors, which are met once an epoch. The twin that teaches where there is no
+    momentum encoder otherwise has 0.99."""
     symmetric: bool = False
     """Use each view once as query and once as key: twice the work a step."""
     temperature: float = setting(0.2, low=1e-3)
@@ -137,8 +138,8 @@ class Settings:
     """They are learned so, by the paper's losses and what is added to them, for so many epochs at most, unless from
     the start: most of a long run is for the features."""
     cluster_rate: float = setting(0.25, low=0, high=1)
-    """Peak of the learning rate from then on, as a share of learning_rate; it decays to 0 once more. The clusters so
-    start from settled features, which they change only a little."""
+    """Peak of the learning rate from then on, as a share of learning_rate; it decays to 0, and once more while the
+    network labels itself. The clusters so start from settled features, which they change only a little."""
     neighbours: int = setting(20, low=0)
     """From then on images are learned in pairs: each beside one of so many nearest neighbours (by the pooled features
     when the clusters start; fewer where clusters are small), on whose cluster the classifier is to agree. 0: no pairs,

@@ -173,12 +173,14 @@ def self_label_loss(logits: Tensor, p: Tensor, share: Tensor, confidence: float)
     """Cross entropy with the most likely cluster of p, 0 where p is not sure of it, for each sample: n.
 
     ``logits`` (n x C) are of a strongly changed view, p (n x C) is the momentum twin's for a hardly changed one; after
-    Sohn et al. (2020, "FixMatch"). ``share`` (C) is the mean of p over all images: by it, p is evened out first, where
-    a cluster that is nearly empty counts as a tenth of its fair size. Not in the paper.
+    Sohn et al. (2020, "FixMatch"). ``share`` (C) is what part of all images each cluster has: by it, p is evened out
+    first, where a cluster that is nearly empty counts as a tenth of its fair size. Not in the paper.
     """
+    p = p.detach()
     even = p / share.clamp(min=0.1 / len(share))
-    sure, y = (even / even.sum(1, keepdim=True)).detach().max(1)
-    return F.cross_entropy(logits, y, reduction="none") * (sure > confidence)
+    sure, y = (even / even.sum(1, keepdim=True)).max(1)
+    loss = F.cross_entropy(logits, y, reduction="none") * (sure >= confidence)
+    return loss + 0 * p.sum(1)  # not finite where p is not: nobody is sure of that, but it must not pass unseen
 
 
 def overall_loss(l_id: Tensor, l_cd: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -16,7 +16,7 @@ from semclust.train import Training
 
 EXAMPLES = 3
 ESTIMATE_AFTER, LONG = 10, 20 * 60  # seconds: when to tell that a fit on a CPU will take long, and what is long
-ROOM_FOR_FIGURES = 110  # columns; on a narrower terminal the bar shows the loss and the time left alone
+ROOM_FOR_FIGURES = 125  # columns; on a narrower terminal the bar shows the loss and the time left alone
 
 
 class Display(Watcher):
@@ -77,7 +77,7 @@ class Display(Watcher):
     def epoch(self, row: dict[str, Any]) -> None:
         if self.progress:
             following = min(row["epoch"] + 1, self.epochs)
-            shown = f"loss {row['loss']:.3f}" if self.narrow else figures(row)
+            shown = figures({name: row[name] for name in ("learns", "loss")}) if self.narrow else figures(row)
             self.progress.update(self.bar, description=f"epoch {following}/{self.epochs}  {shown}")
             return
         left = (self.total - self.images_done) / self._speed()
@@ -99,11 +99,10 @@ class Display(Watcher):
 
 
 def figures(row: dict[str, Any]) -> str:
-    """The few figures of an epoch that fit on a line."""
+    """What an epoch learned, and the few figures of it that fit on a line."""
     shown = {"loss": "loss", "churn": "churn", "score": "score", "acc": "ACC"}
-    return "  ".join(
-        f"{title} {row[name]:.3f}" for name, title in shown.items() if name in row and row[name] == row[name]
-    )
+    told = [f"{title} {row[name]:.3f}" for name, title in shown.items() if name in row and row[name] == row[name]]
+    return "  ".join([row["learns"], *told])
 
 
 def clock(seconds: float) -> str:

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from semclust.augment import resized
 from semclust.errors import plural
 from semclust.loader import ImageLoader
-from semclust.model import Encoder, in_unit_range, resized
+from semclust.model import Encoder, in_unit_range
 
 INFERENCE_BATCH = 1024  # images at once, where the device has memory enough
 

@@ -135,5 +135,5 @@ def best_epoch(history: list[dict[str, Any]]) -> int:
 
 def last_phase(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The epochs that learned from the same as the last one: only their scores can be compared."""
-    learns = str(history[-1].get("learns"))  # runs of earlier versions do not tell
-    return [row for row in history if str(row.get("learns")) == learns]
+    learns = {str(row.get("learns")) for row in history[-1:]}  # runs of earlier versions do not tell
+    return [row for row in history if str(row.get("learns")) in learns]

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from semclust.augment import view_size
+from semclust.augment import resized, view_size
 from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, build_backbone, pool, stop_counting
 from semclust.config import Settings
 from semclust.devices import computes_in_bfloat16
@@ -114,11 +114,6 @@ def _projection(n_features: int, dim: int, norm: bool) -> nn.Sequential:
 def in_unit_range(x: Tensor) -> Tensor:
     """Bytes (n x c x H x W) as floats from 0 to 1, as the encoder takes them."""
     return x.float().div(255).contiguous(memory_format=torch.channels_last)
-
-
-def resized(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """Images (n x c x H x W) of another height and width."""
-    return x if tuple(x.shape[2:]) == size else F.interpolate(x, size, mode="bilinear", align_corners=False)
 
 
 def classifier_input(h: Tensor, q: Tensor, pooled: bool) -> Tensor:

@@ -21,7 +21,7 @@ from semclust.learner import Learner
 from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, channels_last, in_unit_range
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 
-FORMAT = 2
+FORMAT = 3
 BATCH = 512
 LARGEST = 1024  # side in pixels, as of the setting image_size
 

@@ -15,7 +15,6 @@ from semclust.config import Settings
 from semclust.learner import ClusterTask, Learner
 from semclust.model import classifier_input, follow
 from semclust.partition import centred, k_means, nearest_neighbours, spectral_partition
-from semclust.plan import plan_clusters
 
 AT_ONCE = 1024  # images whose similarities to a whole memory are taken, or that are written into it
 
@@ -68,7 +67,6 @@ def next_labels(
     if not task.plan.learns_in(epoch):
         return task.y
     starts = task.plan.is_parted_after(epoch)
-    teaches = task.teacher is not None and epoch == plan_clusters(settings)[1]  # from now on it does
     if name == "over" and settings.over_by == "k-means":
         # One start is enough: that the labels differ a little from epoch to epoch is what they are renewed for.
         y = same_ids(k_means(F.normalize(h, dim=1), C, restarts=1)[0], task)
@@ -78,17 +76,25 @@ def next_labels(
             learner.neighbours.copy_(nearest_neighbours(directions, learner.neighbours.shape[1]))
         y = same_ids(spectral_partition(directions, C, tau, even=settings.balance > 0), task)
         del directions  # as large as h
-    elif teaches:
-        y = task.y  # as the classifier knew them, before images became as large as they are learned from now on
     else:
         y = labels.most_likely(task.classifier(seen)) if settings.online else memory_labels(task, q, tau)
         y = labels.merge_and_split(y, q, C, settings.min_cluster_size * len(q) / C)
-    if starts or teaches:
+    if starts:
         task.classifier.start_from(seen, y)
         fill(task, q, y)
-    if teaches and task.teacher is not None:
-        follow(task.teacher, task.classifier, 0.0)
     return y
+
+
+@torch.no_grad()
+def start_self_labels(learner: Learner, settings: Settings, h: Tensor, q: dict[str, Tensor]) -> None:
+    """Once, before the network learns from its own labels: let the classifiers know the labels as they are in whole
+    images, of which h (N x D) and q are, and let their teachers know what they know."""
+    for task in learner.tasks.values():
+        if task.teacher is not None:
+            q_task = q[task.projection]
+            task.classifier.start_from(classifier_input(h, q_task, settings.classifier_input == "pooled"), task.y)
+            fill(task, q_task, task.y)
+            follow(task.teacher, task.classifier, 0.0)
 
 
 def renewed(learner: Learner, settings: Settings, epoch: int) -> list[Tensor]:

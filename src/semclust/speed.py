@@ -57,7 +57,7 @@ def measure_speed(
         )
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
     augmentation = choose_augmentation(settings.augment, channels, settings.crop_size)
-    # The clusters are what takes longest and most memory; how the network labels itself is timed by nobody yet.
+    # Until the clusters are learned; the epochs after that, which take longer for photographs, are not timed here.
     settings = replace(settings, self_label_from=1.0)
     training = Training(pixels, settings, augmentation, device, tell)
     settings = training.settings  # with its number of epochs

@@ -45,7 +45,7 @@ from semclust.plan import (
     usual_rate,
     with_epochs,
 )
-from semclust.refresh import renew_labels, renewed
+from semclust.refresh import renew_labels, renewed, start_self_labels
 from semclust.storage import load_into
 
 SGD_MOMENTUM = 0.9
@@ -139,11 +139,12 @@ class Training:
         return plan_phase(self.settings, plans, epoch)
 
     def kind_of_epoch(self, epoch: int) -> tuple[str, str]:
-        """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks.
-        Epochs of one kind take the same time."""
+        """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks; or
+        that it is the last before the network labels itself. Epochs of one kind take the same time."""
         phase = self._phase_of(epoch)
         learned = [*phase.tasks, *(["nearest"] if phase.nearest else []), *(["itself"] if phase.self_labels else [])]
         parted = [name for name, task in self.learner.tasks.items() if task.plan.is_parted_after(epoch + 1)]
+        parted += ["itself"] if self.starts_self_labels(epoch + 1) else []
         return " ".join(learned), "" if self.settings.instance_alone else " ".join(parted)
 
     # ---- one epoch -------------------------------------------------------------------------------
@@ -162,15 +163,16 @@ class Training:
             row: dict[str, Any] = {"epoch": self.epoch + 1, "learns": self.phase.learns}
             row |= self._steps(on_step, share)
             self._agree()
-            if self.settings.labels_itself and self.epoch + 1 == plan_clusters(self.settings)[1]:
-                self.contrast.begin_self_labels()
             renews = self.renews_labels(self.epoch + 1)
-            h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0), self.epoch + 1)
+            h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0))
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.skipped_before = self._skipped_steps()[1]  # only now: until here the steps may be counted once more
             self.epoch, self.step = self.epoch + 1, 0
             figures, p = self._renew_labels_of_all(h, q) if renews else (self._figures_of_some(q), h[:0])
+            del h, q
+            if self.starts_self_labels(self.epoch):
+                self._start_self_labels()
         return row | figures, p
 
     def _steps(self, on_step: Callable[[int], None], share: float = 1.0) -> dict[str, float]:
@@ -416,8 +418,7 @@ class Training:
         group = self.group
         if group.alone:
             return self._renew_labels(h, q)
-        h = group.gather_to_first(h, self.n_images)
-        q = {name: group.gather_to_first(x, self.n_images) for name, x in q.items()}
+        h, q = self._gathered_to_first(h, q)
         figures, p = self._renew_labels(h, q) if group.first else ({}, h[:0])
         group.share(renewed(self.learner, self.settings, self.epoch))
         return group.from_first(lambda: figures), p
@@ -425,6 +426,25 @@ class Training:
     def _renew_labels(self, h: Tensor, q: dict[str, Tensor]) -> tuple[dict[str, Any], Tensor]:
         """Of all tasks, from the features of all images; other methods renew theirs."""
         return renew_labels(self.learner, self.settings, self.epoch, h, q)
+
+    def starts_self_labels(self, epoch: int) -> bool:
+        """Whether the network learns from its own labels from the epoch ``epoch`` (from 0) on."""
+        return self.settings.labels_itself and epoch == plan_clusters(self.settings)[1]
+
+    def _start_self_labels(self) -> None:
+        """From features at the size that images are looked at from now on. Nothing interrupts it: until its end the
+        state is not whole."""
+        self.contrast.begin_self_labels()
+        h, q = self._gathered_to_first(*self.features())
+        if self.group.first:
+            start_self_labels(self.learner, self.settings, h, q)
+        if not self.group.alone:
+            self.group.share(renewed(self.learner, self.settings, self.epoch))
+
+    def _gathered_to_first(self, h: Tensor, q: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """The features of all images, on the first rank."""
+        gather = functools.partial(self.group.gather_to_first, n=self.n_images)
+        return gather(h), {name: gather(x) for name, x in q.items()}
 
     def renews_labels(self, epoch: int) -> bool:
         """Whether anything learns from labels after ``epoch`` epochs, or would: then they come from all images."""
@@ -444,28 +464,20 @@ class Training:
             return True
         return not self.settings.instance_alone and any(task.plan.begins > 0 for task in self.learner.tasks.values())
 
-    def features(
-        self, on_part: Callable[[], None] = lambda: None, epoch: int | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """h and q of this rank's part of all images, at the size for ``epoch``, the one to come; see
-        ``Inference.features``."""
-        return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part, epoch)
+    def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """h and q of this rank's part of all images, at the size for the current epoch; see ``Inference.features``."""
+        return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part)
 
-    def features_of_some(
-        self, on_part: Callable[[], None] = lambda: None, epoch: int | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def features_of_some(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
         """The same of this rank's part of ``_some_images``."""
-        return self._features_of(self.group.part(self._some_images()), on_part, epoch)
+        return self._features_of(self.group.part(self._some_images()), on_part)
 
     def _some_images(self) -> Tensor:
         """The numbers of a few images, which are spread over all."""
         return torch.arange(0, self.n_images, math.ceil(self.n_images / SOME_IMAGES), device=self.device)
 
-    def _features_of(
-        self, numbers: Tensor, on_part: Callable[[], None], epoch: int | None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        size = self.size_for(self.epoch if epoch is None else epoch)
-        return self.inference.features(numbers, size, self.keeps_pooled, on_part)
+    def _features_of(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.inference.features(numbers, self.size_for(self.epoch), self.keeps_pooled, on_part)
 
     def size_for(self, epoch: int) -> tuple[int, int]:
         """Height and width of the views that the epoch ``epoch`` (from 0) learns from: images without augmentation are

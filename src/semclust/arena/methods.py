@@ -38,6 +38,7 @@ WITHOUT: dict[str, dict[str, Any]] = {
     "without online cluster discrimination": {"online": False},
     "without hard samples": {"hard_samples": False},
     "instance contrast alone": INSTANCE_ALONE,
+    "without own labels": {"self_label_from": 1.0},
     "without neighbours": {"neighbours": 0},
     "without nearest keys as positives": {"nearest": 0.0},
     "without over-clusters": {"tasks": ("cluster", "instance")},

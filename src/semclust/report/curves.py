@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from semclust.config import Settings
-from semclust.plan import plan_tasks
+from semclust.plan import plan_clusters, plan_tasks
 
 CURVES = (
     ("Loss", None, (("loss", "in all"), ("loss_id", "instance"), ("loss_cd", "cluster"))),
@@ -44,7 +44,8 @@ def phases(settings: Settings, n_images: int) -> list[dict[str, Any]]:
     if (over := plans.get("over")) and over.learns_in(over.begins):
         marks += [(over.begins, f"{over.n_clusters} fine clusters join"), (int(over.ends), "the fine clusters end")]
     if "cluster" in settings.tasks:
-        marks.append((plans["cluster"].begins, f"the {settings.n_clusters} clusters start"))
+        clusters, by_itself = plan_clusters(settings)
+        marks += [(clusters, f"the {settings.n_clusters} clusters start"), (by_itself, "own labels alone")]
     return [{"epoch": epoch, "title": title} for epoch, title in marks if 0 < epoch < settings.n_epochs]
 
 
