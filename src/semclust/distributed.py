@@ -311,6 +311,11 @@ def joined() -> Iterator[Group]:
     _store = None
 
 
+def has_joined() -> bool:
+    """Whether this process is in a group with others, and has not left it."""
+    return _store is not None
+
+
 def may_tell() -> bool:
     """Whether this process is the one that tells the user of an error: of all that end by it, one does. Who only
     notices that another has ended comes later than that one, and so does not."""

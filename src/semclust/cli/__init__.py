@@ -26,7 +26,7 @@ import tyro
 from semclust import __version__
 from semclust.cli import arena, evaluate, fit, output, predict, regroup, speed
 from semclust.cli.arena import BenchData
-from semclust.cli.common import INTERRUPTED, FitSettings, Preset, end, processes
+from semclust.cli.common import INTERRUPTED, FitSettings, Preset, end, leaving_a_group_at_once, processes
 from semclust.cli.evaluate import Evaluate
 from semclust.cli.fit import Fit
 from semclust.cli.output import Export, Report
@@ -55,6 +55,7 @@ def commands(bench: type[BenchData] | type[BenchSpeed]) -> Any:
     )
 
 
+@leaving_a_group_at_once()
 def main(argv: list[str] | None = None) -> None:
     """Run one command; exits with 0, 1 (an error that is told in words), 2 (usage), 130 (SIGINT) or 143 (SIGTERM)."""
     argv = sys.argv[1:] if argv is None else argv

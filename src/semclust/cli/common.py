@@ -45,6 +45,23 @@ def may_tell() -> bool:
     return distributed.may_tell()
 
 
+@contextlib.contextmanager
+def leaving_a_group_at_once() -> Iterator[None]:
+    """Where a process ends that is still in a group with others: the threads that talk to them are still there, and now
+    and then Python's own way out would destroy one while it runs, which ends the process by SIGABRT in place of its
+    status."""
+    try:
+        yield
+    except SystemExit as ended:
+        if several_processes():
+            from semclust import distributed
+
+            if distributed.has_joined() and isinstance(ended.code, int):
+                sys.stdout.flush()
+                os._exit(ended.code)
+        raise
+
+
 def several_processes() -> bool:
     """Whether torchrun started this process beside others; known without importing torch."""
     return os.environ.get("WORLD_SIZE", "1") != "1"
