@@ -1047,6 +1047,7 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_fit_is_shown(terminal):
     out, text = console(terminal)
+    out.width = 140  # room for all
     display = Display(out)
     try:
         fitting.fit(make_images(48, labels=np.arange(48) % 4), tiny(epochs=4), display)
@@ -1057,7 +1058,7 @@ def test_a_fit_is_shown(terminal):
     assert "4 epochs of batches of 16" in said and "images/s" in said
     if terminal:
         assert display.progress.finished and display.images_done == 48 * 4
-        assert "epoch 4/4" in said
+        assert "epoch 4/4  own labels  loss" in said and "ACC" in said
     else:
         assert said.count("\nepoch ") == 4 and "ACC" in said
         assert said.rstrip().endswith("0:00:00 left")

@@ -214,7 +214,7 @@ def test_photographs_are_learned_longer_on_a_gpu(changes, channels, epochs):
 
 def test_features_of_all_images_are_taken_only_where_labels_come_from_them(monkeypatch):
     monkeypatch.setattr(train, "SOME_IMAGES", 10)
-    training = started(epochs=20, **LATE)
+    training = started(epochs=20, self_label_from=1.0, **LATE)
     taken: list[list[int]] = []
     features_of = training._features_of
     monkeypatch.setattr(
