@@ -8,10 +8,10 @@ from torch.testing import assert_close
 
 from semclust import augment
 
-STRONG = [augment.strong_natural, augment.strong_strokes]
+STRONG = [augment.strong_natural, augment.strong_drawn]
 VIEWS = [
     *(augment.natural, augment.strokes, augment.crop_and_flip, augment.colour, augment.blur),
-    *(augment.shifted, augment.posed, augment.cut_out, *STRONG),
+    *(augment.light, augment.drawn, augment.shifted, augment.posed, augment.cut_out, *STRONG),
 ]
 ALL = [*VIEWS, augment.none]
 LUMINANCE = torch.tensor([0.299, 0.587, 0.114])
@@ -65,7 +65,7 @@ def test_half_precision_stays_half(view, dtype):
 
 
 def test_setting_names_reach_their_functions():
-    named = {"natural": augment.natural, "strokes": augment.strokes, "none": augment.none}
+    named = {"natural": augment.natural, "strokes": augment.drawn, "none": augment.none}
     assert named == augment.AUGMENTATIONS
 
 
@@ -78,7 +78,7 @@ def test_crops_can_be_smaller_than_the_image_and_show_the_same():
     whole, small = augment.natural.by(x, u), smaller.by(x, u)
     again = torch.nn.functional.interpolate(whole, (48, 36), mode="bilinear", align_corners=False)
     assert (small - again).abs().mean() < 0.05 < (small - again.flip(3)).abs().mean()
-    assert augment.choose_augmentation("strokes", 1, crop_size=0.5) is augment.strokes  # no crops: all is seen
+    assert augment.choose_augmentation("strokes", 1, crop_size=0.5) is augment.drawn  # no crops: all is seen
 
 
 def test_none_is_the_identity():
@@ -134,7 +134,7 @@ def test_warp_gives_each_sample_its_own_map_and_repeats_the_border():
 
 @pytest.mark.parametrize(
     "view",
-    [augment.crop_and_flip, augment.strokes, augment.shifted, augment.posed, augment.cut_out, augment.strong_strokes],
+    [augment.crop_and_flip, augment.strokes, augment.shifted, augment.posed, augment.cut_out],
     ids=by_name,
 )
 @pytest.mark.parametrize("value", [0.0, 0.37, 1.0])
@@ -321,6 +321,25 @@ def test_blur_spreads_a_point_alike_in_all_directions_and_keeps_channels_apart()
     assert out[:, 1].eq(0).all()
 
 
+def test_light_changes_brightness_and_contrast_and_no_hue():
+    x = copies(one_image(3, 8, 8), 400)
+    out = seeded(augment.light, x)
+    same = (out - x).abs().amax((1, 2, 3)) < 1e-5
+    assert 0.12 < same.float().mean() < 0.28
+    # One affine map of all values for each sample.
+    a, b = (x[:, 0, 0, 1] - x[:, 0, 0, 0]), (out[:, 0, 0, 1] - out[:, 0, 0, 0])
+    gain = b / a
+    offset = out[:, 0, 0, 0] - gain * x[:, 0, 0, 0]
+    assert_close(out, gain[:, None, None, None] * x + offset[:, None, None, None], rtol=0, atol=1e-4)
+    assert gain.min() < 0.6 and gain.max() > 1.4
+
+
+def test_a_drawing_is_moved_and_lit():
+    x, u = torch.rand(20, 1, 12, 12), torch.rand(20, augment.drawn.numbers)
+    moved = augment.strokes.by(x, u[:, : augment.strokes.numbers])
+    assert_close(augment.drawn.by(x, u), augment.light.by(moved, u[:, augment.strokes.numbers :]))
+
+
 # Weak and strong views.
 
 
@@ -384,7 +403,7 @@ def test_the_bright_parts_of_a_tenth_of_the_photographs_are_inverted_but_never_t
 def test_weak_and_strong_views_follow_the_family():
     assert augment.weak_and_strong("auto", 3) == (augment.shifted, augment.strong_natural)
     assert augment.weak_and_strong("natural", 1) == (augment.shifted, augment.strong_natural)
-    assert augment.weak_and_strong("auto", 1) == (augment.none, augment.strong_strokes)
+    assert augment.weak_and_strong("auto", 1) == (augment.none, augment.strong_drawn)
     assert augment.weak_and_strong("none", 3) == (augment.none, augment.cut_out)
 
 

@@ -16,7 +16,7 @@ from torch.testing import assert_close
 import naive
 from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
 from semclust import core, fitting, refresh, train
-from semclust.augment import choose_augmentation
+from semclust.augment import choose_augmentation, strokes
 from semclust.config import Settings, preset
 from semclust.contrast import MOMENTUM
 from semclust.devices import choose_device
@@ -70,6 +70,7 @@ def test_a_few_epochs_lower_the_loss(contrast, tasks):
         contrast=contrast,
         tasks=tasks,
         epochs=8,
+        augment=strokes,
         memory_size=16,  # full after an epoch: a growing memory would raise the loss
         momentum=0.9,
         learning_rate=0.1,

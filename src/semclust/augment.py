@@ -46,7 +46,7 @@ def random_view(numbers: int) -> Callable[[Callable[..., Tensor]], RandomView]:
 
 @random_view(6)
 def strokes(x: Tensor, u: Tensor) -> Tensor:
-    """Views for digits, glyphs and drawings, where a flip or a crop can change the meaning."""
+    """Turned, sheared, scaled and shifted, but not mirrored or cropped, which can change the meaning of a drawing."""
     angle = between(-12, 12, u[:, 0]) * (math.pi / 180)
     shear = between(-0.16, 0.16, u[:, 1])
     scale_x, scale_y = between(0.84, 1.16, u[:, 2]), between(0.84, 1.16, u[:, 3])
@@ -95,6 +95,22 @@ def colour(x: Tensor, u: Tensor) -> Tensor:
     colours = torch.einsum("nij,njhw->nihw", (gain[:, None, None] * matrix).to(x.dtype), x[:, :3])
     colours = (colours + offset[:, None, None, None].to(x.dtype)).clamp(0, 1)
     return torch.cat([colours, x[:, 3:]], dim=1) if c == 4 else colours
+
+
+@random_view(3)
+def light(x: Tensor, u: Tensor) -> Tensor:
+    """Jitter of brightness and contrast (0.4) alone, for 80 %: ``colour`` without a turn of hue or a loss of colour."""
+    unchanged = torch.full_like(u, 0.5)
+    unchanged[:, 2] = 1.0
+    return colour.by(x, torch.cat([u, unchanged], dim=1))
+
+
+@random_view(strokes.numbers + light.numbers)
+def drawn(x: Tensor, u: Tensor) -> Tensor:
+    """Views for digits, glyphs and drawings: moved, and lighter or darker, by which they could be told apart without a
+    look at what they show."""
+    for_strokes, for_light = u.split([strokes.numbers, light.numbers], dim=1)
+    return light.by(strokes.by(x, for_strokes), for_light)
 
 
 def hue_and_saturation(turn: Tensor, saturation: Tensor) -> Tensor:
@@ -186,12 +202,12 @@ def strong_natural(x: Tensor, u: Tensor) -> Tensor:
     return cut_out.by(x, for_hole, side=0.5)
 
 
-@random_view(strokes.numbers + cut_out.numbers)
-def strong_strokes(x: Tensor, u: Tensor) -> Tensor:
+@random_view(drawn.numbers + cut_out.numbers)
+def strong_drawn(x: Tensor, u: Tensor) -> Tensor:
     """Drawings as they are usually changed, with a small hole: moved further, or with more missing, a digit is soon
     another one."""
-    for_strokes, for_hole = u.split([strokes.numbers, cut_out.numbers], dim=1)
-    return cut_out.by(strokes.by(x, for_strokes), for_hole)
+    for_drawn, for_hole = u.split([drawn.numbers, cut_out.numbers], dim=1)
+    return cut_out.by(drawn.by(x, for_drawn), for_hole)
 
 
 @random_view(0)
@@ -200,11 +216,11 @@ def none(x: Tensor, u: Tensor) -> Tensor:
     return x
 
 
-AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": strokes, "none": none}
+AUGMENTATIONS: dict[str, Augmentation] = {"natural": natural, "strokes": drawn, "none": none}
 # Hardly and strongly changed, for what the network is to label itself.
 WEAK_AND_STRONG: dict[str, tuple[RandomView, RandomView]] = {
     "natural": (shifted, strong_natural),
-    "strokes": (none, strong_strokes),
+    "strokes": (none, strong_drawn),
     "none": (none, cut_out),
 }
 
