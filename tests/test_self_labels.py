@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 from conftest import TinyBackbone, make_images, tiny
 from semclust import core, fitting, metrics
-from semclust.augment import view_size
+from semclust.augment import strokes, view_size
 from semclust.config import Settings
 from semclust.model import LinearClassifier
 from semclust.plan import Phase, plan_clusters, plan_phase, plan_tasks
@@ -319,7 +319,8 @@ def test_a_model_predicts_at_the_size_that_it_learned_from_at_last(epochs, self_
 @pytest.mark.parametrize("contrast", CONTRASTS)
 def test_groups_that_are_clear_stay_found(contrast):
     y = np.arange(96) % 4
-    settings = tiny(epochs=30, contrast=contrast, self_label_from=0.8, learning_rate=0.1, tasks=("cluster", "instance"))
+    changes = dict(self_label_from=0.8, learning_rate=0.1, tasks=("cluster", "instance"), augment=strokes)
+    settings = tiny(epochs=30, contrast=contrast, **changes)
     fitted = fitting.fit(make_images(96, labels=y), settings)
     before = [row for row in fitted.history if row["learns"] == "clusters"][-1]
     assert before["acc"] > 0.75 and fitted.history[-1]["acc"] >= before["acc"]

@@ -1295,7 +1295,8 @@ def test_collapsed_features_are_told_once():
 def test_a_healthy_run_is_not_warned_about():
     images = make_images(96, groups=3)
     listener = Listener()
-    fitting.fit(images, tiny(n_clusters=3, epochs=6, learning_rate=0.2, warmup_epochs=0, momentum=0.9), listener)
+    changes = dict(learning_rate=0.2, warmup_epochs=0, momentum=0.9, augment=strokes)
+    fitting.fit(images, tiny(n_clusters=3, epochs=6, **changes), listener)
     assert not [message for message in listener.heard if "collapsed" in message]
 
 
