@@ -206,9 +206,10 @@ def test_good_values_are_taken(name, value):
 @pytest.mark.parametrize("f", dataclasses.fields(Settings), ids=lambda f: f.name)
 def test_both_ends_of_a_range_are_allowed_and_no_more(f):
     low, high = f.metadata.get("low"), f.metadata.get("high")
+    with_all_plans = dict(neighbours=0, tasks=("cluster",), cluster_from=0.0, self_label_from=1.0)
     for end, beyond in ((low, -1), (high, 1)):
         if end is not None:
-            check(Settings(**{"neighbours": 0, "tasks": ("cluster",), f.name: end}))  # which go with all plans
+            check(Settings(**with_all_plans | {f.name: end}))
             with pytest.raises(InputError, match=f"^{f.name}="):
                 check(Settings(**{f.name: end + beyond}))
 
@@ -346,3 +347,13 @@ def test_over_clusters_begin_before_they_end(over_from):
         check(Settings(over_from=over_from))
     check(Settings(over_from=over_from, over_until=1.0))
     check(Settings(over_from=over_from, tasks=("cluster",)))
+
+
+def test_the_network_labels_itself_after_the_clusters_have_begun():
+    words = r"self_label_from=0\.85 with cluster_from=0\.9: expected clusters before .* at least self_label_from=0\.9"
+    with pytest.raises(InputError, match=words):
+        check(Settings(cluster_from=0.9))
+    with pytest.raises(InputError, match=r"--self-label-from 0\.85 with --cluster-from 0\.9: .* --self-label-from 1 "):
+        check(Settings(cluster_from=0.9), as_flags=True)
+    for changes in (dict(self_label_from=0.9), dict(self_label_from=1.0), dict(tasks=("instance",))):
+        check(Settings(cluster_from=0.9, **changes))

@@ -103,7 +103,7 @@ def evenness(sizes):
 @pytest.mark.parametrize("N, C", [(40, 3), (7, 5), (1, 2)])
 def test_health_against_direct_computation(N, C):
     p, p_memory = random_assignments(N, C, 0), random_assignments(N, C, 1)
-    row = health(p, p_memory.argmax(1), churn=0.125)
+    row = health(p, p_memory.argmax(1), churn=0.125, sure=0.75)
     y, y_memory = naive.most_likely(p.tolist()), naive.most_likely(p_memory.tolist())
     sizes = [y.count(j) for j in range(C)]
     assert tuple(row) == metrics.HEALTH
@@ -112,6 +112,7 @@ def test_health_against_direct_computation(N, C):
         "churn": 0.125,
         "agreement": pytest.approx(sum(a == b for a, b in zip(y, y_memory, strict=True)) / N),
         "confidence": pytest.approx(sum(max(p_i) for p_i in p.tolist()) / N),
+        "sure": 0.75,
         "smallest": pytest.approx(min(sizes) / N),
         "largest": pytest.approx(max(sizes) / N),
         "score": pytest.approx(row["agreement"] * evenness(sizes)),
@@ -148,9 +149,9 @@ def test_score_of_the_extremes(C):
 def test_score_of_assignments():
     sure, unsure = torch.eye(4).repeat(5, 1), torch.full((20, 4), 1 / 4)
     memory = sure.argmax(1)
-    assert health(sure, memory, 0)["score"] == pytest.approx(1)
-    assert health(sure, (memory + 1) % 4, 0)["score"] == 0  # the memory says otherwise
-    assert health(unsure, unsure.argmax(1), 0)["score"] == pytest.approx(0, abs=1e-9)  # all fall to one cluster
+    assert health(sure, memory, 0, 1)["score"] == pytest.approx(1)
+    assert health(sure, (memory + 1) % 4, 0, 1)["score"] == 0  # the memory says otherwise
+    assert health(unsure, unsure.argmax(1), 0, 0)["score"] == pytest.approx(0, abs=1e-9)  # all fall to one cluster
 
 
 def test_the_best_epoch_is_the_one_of_the_highest_score():

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from conftest import TinyBackbone, make_images, tiny
-from semclust import core, fitting, metrics
+from semclust import core, fitting, metrics, refresh
 from semclust.augment import strokes, view_size
 from semclust.config import Settings
 from semclust.model import LinearClassifier
@@ -115,6 +116,24 @@ def test_the_network_labels_itself_after_the_clusters(changes, starts):
         assert phase.self_labels == (epoch >= starts[1])
         if phase.self_labels:
             assert phase == Phase(("cluster",), nearest=False, in_pairs=False, self_labels=True)
+
+
+def test_over_clusters_end_before_the_network_labels_itself():
+    """Or their labels would be renewed for nobody."""
+    settings = Settings(epochs=100, over_from=0.2, over_until=1.0)
+    assert plan_tasks(settings, 1000)["over"].ends == 85
+    assert plan_tasks(replace(settings, self_label_from=1.0), 1000)["over"].ends == 100
+
+
+def test_metrics_tell_how_many_labels_are_sure():
+    training = about_to_label_itself(tasks=("cluster", "instance"), self_label_confidence=0.6)
+    task = training.learner.tasks["cluster"]
+    row, p = training.run_epoch()
+    sure = (p / p.mean(0).clamp(min=0.1 / p.shape[1])).double()
+    sure = (sure / sure.sum(1, keepdim=True)).max(1).values >= 0.6
+    assert row["sure"] == pytest.approx(sure.double().mean().item()) and 0 < row["sure"] < 1
+    task.teacher = None
+    assert math.isnan(refresh.share_sure(task, training.settings, p))
 
 
 def test_metrics_tell_what_an_epoch_learns():

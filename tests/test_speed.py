@@ -40,6 +40,18 @@ def test_figures_fit_together(result):
     assert len(told) == 4 and told[1].startswith("warm-up") and told[3].startswith("epoch 2")
 
 
+def test_a_whole_run_is_reckoned_from_all_its_phases(result):
+    figures, _ = result
+    run = figures["whole_run"]
+    assert run["epochs"] == 20
+    seconds = run["seconds_per_epoch"]
+    of_each = {"instances": 8, "over-clusters": 5, "clusters": 4, "own labels": 3}
+    assert list(seconds) == list(of_each) and min(seconds.values()) > 0
+    steps_alone = sum(n * seconds[learns] for learns, n in of_each.items())
+    assert 60 * run["minutes"] > 0.9 * steps_alone  # the partition and the last pass over the images are more
+    assert any(line.startswith("a whole run of 20 epochs: about ") for line in speed.in_words(figures))
+
+
 def test_work_is_counted_forwards_backwards_for_the_key_and_for_the_labels(result):
     figures, _ = result
     # three passes for the query, one for the key, of smaller views; one of the whole image for its label

@@ -173,14 +173,19 @@ def self_label_loss(logits: Tensor, p: Tensor, share: Tensor, confidence: float)
     """Cross entropy with the most likely cluster of p, 0 where p is not sure of it, for each sample: n.
 
     ``logits`` (n x C) are of a strongly changed view, p (n x C) is the momentum twin's for a hardly changed one; after
-    Sohn et al. (2020, "FixMatch"). ``share`` (C) is what part of all images each cluster has: by it, p is evened out
-    first, where a cluster that is nearly empty counts as a tenth of its fair size. Not in the paper.
+    Sohn et al. (2020, "FixMatch"). p is ``evened_out`` by ``share`` (C) first. Not in the paper.
     """
     p = p.detach()
-    even = p / share.clamp(min=0.1 / len(share))
-    sure, y = (even / even.sum(1, keepdim=True)).max(1)
+    sure, y = evened_out(p, share).max(1)
     loss = F.cross_entropy(logits, y, reduction="none") * (sure >= confidence)
     return loss + 0 * p.sum(1)  # not finite where p is not: nobody is sure of that, but it must not pass unseen
+
+
+def evened_out(p: Tensor, share: Tensor) -> Tensor:
+    """Probabilities p (n x C) as they would be if all clusters were of one size. ``share`` (C) is what part of all
+    images each has; one that is nearly empty counts as a tenth of its fair size."""
+    even = p / share.clamp(min=0.1 / len(share))
+    return even / even.sum(1, keepdim=True)
 
 
 def overall_loss(l_id: Tensor, l_cd: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -50,10 +50,10 @@ def in_words(figures: dict[str, Any]) -> str:
     return f"ACC {figures['acc']:.4f}  NMI {figures['nmi']:.4f}  ARI {figures['ari']:.4f}"
 
 
-def health(p: Tensor, y_memory: Tensor, churn: float) -> dict[str, Any]:
+def health(p: Tensor, y_memory: Tensor, churn: float, sure: float) -> dict[str, Any]:
     """Figures of one clustering that need no label; the names are ``HEALTH``.
 
-    p: N x C probabilities of the classifier; y_memory: N labels by the memory.
+    p: N x C probabilities of the classifier; y_memory: N labels by the memory; churn and sure: as they are told.
     """
     N, C = p.shape
     y = p.argmax(1)
@@ -64,6 +64,7 @@ def health(p: Tensor, y_memory: Tensor, churn: float) -> dict[str, Any]:
         "churn": churn,  # share of images whose label changed
         "agreement": agreement,  # share of images on whose cluster classifier and memory agree
         "confidence": p.max(1).values.mean().item(),
+        "sure": sure,  # share of images that are sure enough to be learned from where the network labels itself
         "smallest": sizes.min().item() / N,
         "largest": sizes.max().item() / N,
         "score": label_free_score(agreement, sizes),
@@ -71,7 +72,7 @@ def health(p: Tensor, y_memory: Tensor, churn: float) -> dict[str, Any]:
     }
 
 
-HEALTH = ("clusters", "churn", "agreement", "confidence", "smallest", "largest", "score", "sizes")
+HEALTH = ("clusters", "churn", "agreement", "confidence", "sure", "smallest", "largest", "score", "sizes")
 
 
 def health_of_features(q: Tensor) -> dict[str, Any]:

@@ -55,15 +55,14 @@ def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     """How many clusters each task has and when it learns. "cluster" is always there: instance contrast
     alone never trains on it, but it holds the k-means of the features."""
     C = settings.n_clusters
-    begins, _ = plan_clusters(settings)
+    begins, by_itself = plan_clusters(settings)
     plans = {"cluster": TaskPlan(C, begins)}
     if "under" in settings.tasks and C // 2 > 1:
         plans["under"] = TaskPlan(C // 2, begins)
     n_over = min(settings.over_factor * C, n_images // 8)  # fewer than 8 images are not a cluster to learn from
     if "over" in settings.tasks and n_over > C:
-        plans["over"] = TaskPlan(
-            n_over, epoch_at(settings.over_from, settings), epoch_at(settings.over_until, settings)
-        )
+        ends = min(epoch_at(settings.over_until, settings), by_itself)  # own labels are of the others alone
+        plans["over"] = TaskPlan(n_over, epoch_at(settings.over_from, settings), ends)
     return plans
 
 
@@ -95,8 +94,7 @@ def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) ->
     joins = max(1, math.floor(settings.nearest_from * settings.n_epochs))  # in the first epoch there are no keys yet
     nearest = settings.nearest > 0 and epoch >= joins
     if settings.labels_itself and "cluster" in tasks and epoch >= plan_clusters(settings)[1]:
-        result = tuple(name for name in tasks if name != "over")
-        return Phase(result, nearest=False, in_pairs=False, self_labels=True)
+        return Phase(tasks, nearest=False, in_pairs=False, self_labels=True)
     return Phase(tasks, nearest, in_pairs=settings.learns_pairs and "cluster" in tasks)
 
 

@@ -46,10 +46,20 @@ def renew_labels(
         if task.teacher is not None and settings.balance > 0:
             task.share.copy_(p[name].mean(0))
         if name == told:
-            figures = metrics.health(p[name], memory_labels(task, q_task, settings.temperature), churn)
+            sure = share_sure(task, settings, p[name])
+            figures = metrics.health(p[name], memory_labels(task, q_task, settings.temperature), churn, sure)
     if told == "over":
         figures["score"] = math.nan  # these clusters are not the result, by which to choose an epoch
     return {"spread": metrics.spread(q[tasks["cluster"].projection])} | figures, p["cluster"]
+
+
+def share_sure(task: ClusterTask, settings: Settings, p: Tensor) -> float:
+    """Of all images, those that the classifier, of whom p (N x C) is, would be sure of if it were its own teacher; NaN
+    where it never labels them."""
+    if task.teacher is None:
+        return math.nan
+    sure = core.evened_out(p, task.share).max(1).values >= settings.self_label_confidence
+    return sure.float().mean().item()
 
 
 def next_labels(

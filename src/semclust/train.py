@@ -132,16 +132,16 @@ class Training:
     @property
     def phase(self) -> Phase:
         """What the steps of the current epoch learn."""
-        return self._phase_of(self.epoch)
+        return self.phase_of(self.epoch)
 
-    def _phase_of(self, epoch: int) -> Phase:
+    def phase_of(self, epoch: int) -> Phase:
         plans = {name: task.plan for name, task in self.learner.tasks.items()}
         return plan_phase(self.settings, plans, epoch)
 
     def kind_of_epoch(self, epoch: int) -> tuple[str, str]:
         """What an epoch (from 0) learns, and which labels it takes from a partition at its end, as names of tasks; or
         that it is the last before the network labels itself. Epochs of one kind take the same time."""
-        phase = self._phase_of(epoch)
+        phase = self.phase_of(epoch)
         learned = [*phase.tasks, *(["nearest"] if phase.nearest else []), *(["itself"] if phase.self_labels else [])]
         parted = [name for name, task in self.learner.tasks.items() if task.plan.is_parted_after(epoch + 1)]
         parted += ["itself"] if self.starts_self_labels(epoch + 1) else []

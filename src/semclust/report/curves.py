@@ -11,7 +11,13 @@ CURVES = (
     (
         "Health, without labels",
         (0, 1),
-        (("score", "score"), ("agreement", "agreement"), ("confidence", "confidence"), ("spread", "spread")),
+        (
+            ("score", "score"),
+            ("agreement", "agreement"),
+            ("confidence", "confidence"),
+            ("sure", "sure enough to learn from"),
+            ("spread", "spread"),
+        ),
     ),
     (
         "Movement and sizes, as shares of all images",
