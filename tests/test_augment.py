@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from semclust import augment
+from semclust import augment, open_images
 
 STRONG = [augment.strong_natural, augment.strong_drawn]
 VIEWS = [
@@ -72,13 +73,13 @@ def test_setting_names_reach_their_functions():
 def test_crops_can_be_smaller_than_the_image_and_show_the_same():
     x = torch.rand(3, 3, 64, 48)
     u = torch.rand(3, augment.natural.numbers)
-    smaller = augment.choose_augmentation("auto", 3, crop_size=0.75)
+    smaller = augment.choose_augmentation("natural", crop_size=0.75)
     assert smaller(x).shape == (3, 3, 48, 36)
     u[:, -1] = 1  # not blurred, which is by pixels
     whole, small = augment.natural.by(x, u), smaller.by(x, u)
     again = torch.nn.functional.interpolate(whole, (48, 36), mode="bilinear", align_corners=False)
     assert (small - again).abs().mean() < 0.05 < (small - again.flip(3)).abs().mean()
-    assert augment.choose_augmentation("strokes", 1, crop_size=0.5) is augment.drawn  # no crops: all is seen
+    assert augment.choose_augmentation("strokes", crop_size=0.5) is augment.drawn  # no crops: all is seen
 
 
 def test_none_is_the_identity():
@@ -401,14 +402,43 @@ def test_the_bright_parts_of_a_tenth_of_the_photographs_are_inverted_but_never_t
 
 
 def test_weak_and_strong_views_follow_the_family():
-    assert augment.weak_and_strong("auto", 3) == (augment.shifted, augment.strong_natural)
-    assert augment.weak_and_strong("natural", 1) == (augment.shifted, augment.strong_natural)
-    assert augment.weak_and_strong("auto", 1) == (augment.none, augment.strong_drawn)
-    assert augment.weak_and_strong("none", 3) == (augment.none, augment.cut_out)
+    assert augment.weak_and_strong("natural") == (augment.shifted, augment.strong_natural)
+    assert augment.weak_and_strong("strokes") == (augment.none, augment.strong_drawn)
+    assert augment.weak_and_strong("none") == (augment.none, augment.cut_out)
+
+
+# ---- the family --------------------------------------------------------------------------------------
+
+
+def test_digits_are_drawings_and_photographs_are_not():
+    digits = open_images("digits").pixels
+    assert augment.are_drawings(digits) and augment.are_drawings(digits[:200])
+    shoe_or_shirt = np.random.default_rng(0).integers(0, 2, 1797) == 1  # among them as many mirrored ones
+    assert not augment.are_drawings(np.where(shoe_or_shirt[:, None, None, None], digits[:, :, ::-1], digits))
+    noise = np.random.default_rng(0).integers(0, 256, (300, 12, 20, 1), dtype=np.uint8)
+    assert not augment.are_drawings(noise)
+
+
+@pytest.mark.parametrize("n", [2, 4, 5000])
+def test_images_that_are_all_alike_are_no_drawings(n):
+    assert not augment.are_drawings(np.full((n, 5, 70, 1), 7, np.uint8))
+
+
+def test_copies_do_not_hide_that_images_are_drawings():
+    digits = open_images("digits").pixels[:400]
+    assert augment.are_drawings(np.concatenate([digits, digits]))
+
+
+def test_colours_are_of_photographs_whatever_they_show():
+    digits = open_images("digits").pixels
+    assert augment.choose_family("auto", digits) == "strokes"
+    assert augment.choose_family("auto", digits.repeat(3, axis=3)) == "natural"
+    assert augment.choose_family("none", digits) == "none"
+    assert augment.choose_family(torch.flip, digits) == "strokes"
 
 
 def test_a_users_own_view_is_taken_for_the_usual_change():
-    weak, strong = augment.weak_and_strong(lambda x: 1 - x, 3)
+    weak, strong = augment.weak_and_strong(lambda x: 1 - x)
     x = torch.rand(40, 3, 8, 8)
     assert weak(x) is x
     changed = seeded(strong, x) != 1 - x

@@ -16,6 +16,7 @@ from semclust.augment import strokes, view_size
 from semclust.config import Settings
 from semclust.model import LinearClassifier
 from semclust.plan import Phase, plan_clusters, plan_phase, plan_tasks
+from semclust.predictor import Predictor
 from semclust.train import Training
 
 CONTRASTS = ("moco", "simclr", "instance-memory")
@@ -129,11 +130,13 @@ def test_metrics_tell_how_many_labels_are_sure():
     training = about_to_label_itself(tasks=("cluster", "instance"), self_label_confidence=0.6)
     task = training.learner.tasks["cluster"]
     row, p = training.run_epoch()
-    sure = (p / p.mean(0).clamp(min=0.1 / p.shape[1])).double()
-    sure = (sure / sure.sum(1, keepdim=True)).max(1).values >= 0.6
-    assert row["sure"] == pytest.approx(sure.double().mean().item()) and 0 < row["sure"] < 1
+    even = p / p.mean(0).clamp(min=0.1 / p.shape[1])
+    highest = (even / even.sum(1, keepdim=True)).max(1).values
+    assert row["sure"] == pytest.approx((highest >= 0.6).float().mean().item())
+    settings = replace(training.settings, self_label_confidence=highest.sort().values[12].item())
+    assert refresh.share_sure(task, settings, p) == pytest.approx(36 / 48, abs=1 / 48)
     task.teacher = None
-    assert math.isnan(refresh.share_sure(task, training.settings, p))
+    assert math.isnan(refresh.share_sure(task, settings, p))
 
 
 def test_metrics_tell_what_an_epoch_learns():
@@ -276,7 +279,7 @@ def test_shares_are_the_mean_of_the_probabilities_where_even_clusters_are_wanted
         _, p = training.run_epoch()
         cluster, under = (training.learner.tasks[name] for name in ("cluster", "under"))
         assert_close(cluster.share, p.mean(0) if balance else torch.full((4,), 0.25))
-        of_under = under.classifier(F.normalize(training.features()[0], dim=1)).softmax(1).mean(0)
+        of_under = under.teacher(F.normalize(training.features()[0], dim=1)).softmax(1).mean(0)
         assert_close(under.share, of_under.detach() if balance else torch.full((2,), 0.5))
 
 
@@ -285,18 +288,19 @@ def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
     images = make_images(96, size=16, channels=3)
     settings = tiny(epochs=10, cluster_from=0.4, self_label_from=0.7, crop_size=0.5, backbone=TinyBackbone(3))
     training = fitting.start(images, settings)
-    sizes, by_inference = [], training.inference.features
+    sizes, looks, by_inference = [], [], training.inference.features
 
-    def features(numbers, size, *rest):
+    def features(encoder, encode, numbers, size, *rest):
         sizes.append(size)
-        return by_inference(numbers, size, *rest)
+        looks.append(encoder)
+        return by_inference(encoder, encode, numbers, size, *rest)
 
     training.inference.features = features
     for epoch in range(1, 11):
         training.run_epoch()
         if epoch == 7:
             h, q = training.features()
-            sizes.pop()
+            sizes.pop(), looks.pop()
             for name in ("cluster", "under"):
                 task = training.learner.tasks[name]
                 anew = LinearClassifier(h.shape[1], task.n_clusters, settings.temperature)
@@ -305,7 +309,41 @@ def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
                 keys = {tuple(key) for key in task.memory.keys.flatten(0, 1).tolist()}
                 assert len(keys & {tuple(row) for row in q[task.projection].tolist()}) > 20
     assert sizes == [(8, 8)] * 7 + [(16, 16)] * 4  # once more for the start
+    assert looks == [training.learner.encoder] * 7 + [training.learner.twin] * 4
     assert training.size_for(6) == (8, 8) and training.size_for(7) == training.size_for(10) == (16, 16)
+
+
+@pytest.mark.parametrize("contrast", CONTRASTS)
+def test_the_teacher_tells_the_clusters(contrast):
+    """Its batch norms have seen images that are hardly changed; those of the network, strongly changed ones alone."""
+    images = make_images(48)
+    training = fitting.start(images, tiny(epochs=5, cluster_from=0.4, self_label_from=0.6, contrast=contrast))
+    learner, task = training.learner, training.learner.tasks["cluster"]
+    for epoch in range(5):
+        _, p = training.run_epoch()
+        if epoch > 2:
+            h, _ = learner.twin.eval()(torch.from_numpy(images.pixels).permute(0, 3, 1, 2) / 255)
+            assert_close(p, task.teacher(F.normalize(h, dim=1)).softmax(1))
+    predictor = Predictor.from_learner(learner, training.settings, (8, 8, 1), (0, 255))
+    found, _ = predictor(images.pixels, torch.device("cpu"))
+    assert_close(torch.from_numpy(found), p)
+    assert not torch.allclose(task.teacher.linear.weight, task.classifier.linear.weight)
+
+
+def test_without_own_labels_the_network_itself_predicts():
+    images = make_images(48)
+    for changes in (dict(epochs=1), dict(epochs=5, self_label_from=1.0), dict(epochs=5, tasks=("instance",))):
+        training = fitting.start(images, tiny(**changes))
+        for _ in range(changes["epochs"]):
+            training.run_epoch()
+        predictor = Predictor.from_learner(training.learner, training.settings, (8, 8, 1), (0, 255))
+        assert same_weights(predictor.network.classifier, training.learner.tasks["cluster"].classifier)
+        weights = zip(
+            predictor.network.encoder.backbone.state_dict().values(),
+            training.learner.encoder.backbone.state_dict().values(),
+            strict=True,
+        )
+        assert all(mine is None or torch.equal(own, mine) for own, mine in weights)
 
 
 def same_weights(one: LinearClassifier, other: LinearClassifier) -> bool:
@@ -331,7 +369,7 @@ def test_a_model_predicts_at_the_size_that_it_learned_from_at_last(epochs, self_
     fitted = fitting.fit(images, tiny(epochs=epochs, **changes))
     encoder = fitted.predictor.network.encoder
     assert encoder.view_size == size
-    assert view_size("auto", (16, 16, 3), 0.5) == (8, 8)
+    assert view_size("natural", (16, 16, 3), 0.5) == (8, 8)
     assert metrics.evaluate(fitted.labels, images.labels)["acc"] == pytest.approx(fitted.history[-1]["acc"], abs=0.03)
 
 

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 
 import naive
 from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
-from semclust import core, fitting, refresh, train
-from semclust.augment import choose_augmentation, strokes
+from semclust import core, fitting, open_images, refresh, train
+from semclust.augment import AUGMENTATIONS, choose_augmentation, strokes
 from semclust.config import Settings, preset
 from semclust.contrast import MOMENTUM
 from semclust.devices import choose_device
@@ -24,7 +24,7 @@ from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
 from semclust.losses import cluster_task_losses, sample_losses
 from semclust.partition import centred, spectral_partition
-from semclust.plan import STEPS_AN_EPOCH, plan_batches, plan_tasks, usual_batch_size, with_epochs
+from semclust.plan import STEPS_AN_EPOCH, decided, plan_batches, plan_tasks, usual_batch_size
 from semclust.run_folder import RunFolder
 from semclust.storage import on_host
 from semclust.train import Training
@@ -191,6 +191,10 @@ def test_the_clusters_learn_for_so_many_epochs_at_most(cluster_epochs, begins):
     assert plan_tasks(settings, 1000)["cluster"].begins == begins
 
 
+def drawings() -> np.ndarray:
+    return open_images("digits").pixels[:200]
+
+
 @pytest.mark.parametrize(
     "changes, channels, epochs",
     [
@@ -207,10 +211,22 @@ def test_the_clusters_learn_for_so_many_epochs_at_most(cluster_epochs, begins):
 )
 def test_photographs_are_learned_longer_on_a_gpu(changes, channels, epochs):
     settings = tiny(**dict(epochs=None, backbone=TinyBackbone(channels)) | changes)
-    assert with_epochs(settings, channels, torch.device("cuda")).epochs == epochs
+    images = make_images(24, channels=channels)
+    images.pixels = drawings() if channels == 1 else images.pixels
+    assert decided(settings, images.pixels, torch.device("cuda")).epochs == epochs
     on_cpu = epochs // 12 if epochs in (600, 300) else epochs
-    assert with_epochs(settings, channels, torch.device("cpu")).epochs == on_cpu
-    assert fitting.start(make_images(24, channels=channels), settings).settings.n_epochs == on_cpu
+    assert decided(settings, images.pixels, torch.device("cpu")).epochs == on_cpu
+
+
+@pytest.mark.parametrize("augment", ["auto", "none", torch.flip])
+@pytest.mark.parametrize("pixels, family", [("drawings", "strokes"), ("photographs", "natural")])
+def test_what_follows_from_the_images_is_decided_once(augment, pixels, family):
+    pixels = drawings() if pixels == "drawings" else np.random.default_rng(0).integers(0, 256, (60, 8, 8, 1), np.uint8)
+    settings = tiny(epochs=None, augment=augment, backbone=TinyBackbone())
+    found = decided(settings, pixels, torch.device("cpu"))
+    assert found.augment == (family if augment == "auto" else augment)
+    assert found.epochs == (50 if family == "natural" and augment != "none" else 80)  # a callable: as auto would be
+    assert decided(found, pixels[::-1, :, ::-1], torch.device("cpu")) is found
 
 
 def test_features_of_all_images_are_taken_only_where_labels_come_from_them(monkeypatch):
@@ -1004,7 +1020,7 @@ def test_instance_contrast_alone_gives_the_k_means_of_its_features():
         dict(nearest=1.0, nearest_from=0.5),
         dict(momentum=0.0),
         dict(momentum=1.0),
-        dict(cluster_from=1.0, over_from=0.99, over_until=1.0),
+        dict(cluster_from=1.0, over_from=0.99, over_until=1.0, self_label_from=1.0),
         dict(neighbours=0),
         dict(neighbours=1000),
         dict(balance=0.0),
@@ -1146,9 +1162,9 @@ def test_what_cannot_be_learned_is_refused(n, changes, words):
 def test_device_and_augmentation_are_chosen():
     assert choose_device("cpu") == torch.device("cpu")
     assert choose_device("auto").type in ("cpu", "cuda", "mps")
-    assert choose_augmentation("auto", 1) is choose_augmentation("strokes", 3)
-    assert choose_augmentation("auto", 3) is choose_augmentation("natural", 1)
-    assert choose_augmentation(torch.flip, 1) is torch.flip
+    assert choose_augmentation("strokes") is AUGMENTATIONS["strokes"]
+    assert choose_augmentation("natural") is AUGMENTATIONS["natural"]
+    assert choose_augmentation(torch.flip) is torch.flip
 
 
 def test_a_callable_augmentation_is_used_for_queries_and_keys():
@@ -1339,7 +1355,7 @@ def test_training_rounds_where_the_device_computes_in_bfloat16_unless_told_not_t
     monkeypatch.setattr("semclust.devices.computes_in_bfloat16", lambda device: True)
     settings = tiny(backbone="resnet10", width=4, precision=precision)
     training = Training(
-        noisy_groups(16, 16, channels=3), settings, choose_augmentation("natural", 3), choose_device("cpu")
+        noisy_groups(16, 16, channels=3), settings, choose_augmentation("natural"), choose_device("cpu")
     )
     assert training.precision._enabled == rounds
     assert np.isfinite(training.run_epoch()[0]["loss"])

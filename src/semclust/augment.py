@@ -17,6 +17,9 @@ from torch import Tensor
 
 Augmentation = Callable[[Tensor], Tensor]
 
+# Images that are mirrored, among how many, and their size: so drawings are told. The median mirror image of CIFAR-10 is
+# 1.0 times as far from the others as its image is, of Fashion-MNIST 1.15, of letters in 22 fonts 1.6, of digits 1.8.
+MIRRORED, MIRRORED_AMONG, MIRRORED_SIZE, UNLIKE = 1000, 4000, 16, 1.35
 BLUR_FROM = 64  # px; MoCo leaves blur out on smaller images, where it removes what there is to see
 # Luminance and two colour differences (the NTSC signal): turning the latter turns the hue.
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -225,38 +228,55 @@ WEAK_AND_STRONG: dict[str, tuple[RandomView, RandomView]] = {
 }
 
 
-def choose_family(augment: str | Augmentation, n_channels: int) -> str:
-    """The setting ``augment`` with auto resolved: grey images are drawings, most often. Of a user's own function, what
-    auto would have been."""
+def choose_family(augment: str | Augmentation, pixels: np.ndarray) -> str:
+    """The setting ``augment`` with auto resolved for images (N x H x W x c bytes). Of a user's own function, what auto
+    would have been."""
     if not isinstance(augment, str) or augment == "auto":
-        return "strokes" if n_channels == 1 else "natural"
+        return "strokes" if pixels.shape[3] == 1 and are_drawings(pixels) else "natural"
     return augment
 
 
-def choose_augmentation(augment: str | Augmentation, n_channels: int, crop_size: float = 1.0) -> Augmentation:
-    """The callable behind the setting ``augment``; views that are crops have ``crop_size`` times the image's sides."""
+def are_drawings(pixels: np.ndarray) -> bool:
+    """Whether images (N x H x W x c bytes) are such as digits or glyphs, which mean something else when they are
+    mirrored, or nothing: most mirror images are then farther from all images than these are from each other. Those of
+    photographs lie among them."""
+    some = np.random.default_rng(0).permutation(len(pixels))[:MIRRORED_AMONG]
+    x = torch.from_numpy(pixels[np.sort(some)]).permute(0, 3, 1, 2).float() / 255
+    x = F.adaptive_avg_pool2d(x, (min(x.shape[2], MIRRORED_SIZE), min(x.shape[3], MIRRORED_SIZE)))
+    asked = torch.arange(0, len(x), math.ceil(len(x) / MIRRORED))
+
+    def to_others(images: Tensor) -> Tensor:
+        """The distance of each to the nearest image that it is not, itself or mirrored."""
+        distance = torch.cdist(images.flatten(1), x.flatten(1))
+        return distance.scatter_(1, asked[:, None], math.inf).amin(1)
+
+    apart = to_others(x[asked].flip(3)) > UNLIKE * to_others(x[asked])
+    return bool(apart.float().mean() > 0.5)
+
+
+def choose_augmentation(augment: str | Augmentation, crop_size: float = 1.0) -> Augmentation:
+    """The callable behind the setting ``augment``, where that is no longer auto; views that are crops have
+    ``crop_size`` times the image's sides."""
     if not isinstance(augment, str):
         return augment
-    augment = choose_family(augment, n_channels)
     if augment == "natural" and crop_size < 1:
         return RandomView(functools.partial(natural.by, size=crop_size), natural.numbers)
     return AUGMENTATIONS[augment]
 
 
-def weak_and_strong(augment: str | Augmentation, n_channels: int) -> tuple[Augmentation, Augmentation]:
+def weak_and_strong(augment: str | Augmentation) -> tuple[Augmentation, Augmentation]:
     """Views of whole images that change them hardly and strongly. A user's own function is taken for a usual change:
     without it, and with it and a hole, at the image's size."""
     if isinstance(augment, str):
-        return WEAK_AND_STRONG[choose_family(augment, n_channels)]
+        return WEAK_AND_STRONG[augment]
     return none, lambda x: cut_out(resized(augment(x), (x.shape[2], x.shape[3])))
 
 
 def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_size: float = 1.0) -> tuple[int, int]:
     """Height and width of the views of images of shape (H, W, c); of a user's own function, taken to be the image's."""
-    H, W, n_channels = image_shape
-    if not isinstance(augment, str) or choose_family(augment, n_channels) != "natural":
-        return H, W
-    return round(crop_size * H), round(crop_size * W)
+    assert augment != "auto", "to be decided by the images"
+    H, W, _ = image_shape
+    return (round(crop_size * H), round(crop_size * W)) if augment == "natural" else (H, W)
 
 
 def between(low: float, high: float, u: Tensor) -> Tensor:

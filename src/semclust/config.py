@@ -60,7 +60,8 @@ class Settings:
     """Side in pixels to which images are resized. None: their own size, within 16 to 96."""
     augment: Augment = "auto"
     """Random views: natural (photographs), strokes (digits, glyphs, drawings), none; in Python also
-    a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images, natural otherwise."""
+    a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images whose mirror images are unlike
+    them, natural otherwise."""
     crop_size: float = setting(0.75, low=0.1, high=1)
     """Side of the cropped views of photographs, as a share of the image's. A crop shows a part of the image: at this
     size about as large as it was, for little more than half of the work. 1 in the paper."""
@@ -184,7 +185,7 @@ class Settings:
 
     @property
     def n_epochs(self) -> int:
-        """``epochs``, once it is decided for the images (``plan.with_epochs``)."""
+        """``epochs``, once it is decided for the images (``plan.decided``)."""
         assert self.epochs is not None
         return self.epochs
 

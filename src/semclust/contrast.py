@@ -36,7 +36,7 @@ class Contrast:
         self.learner, self.settings, self.group = learner, settings, group
         self.momentum = MOMENTUM[settings.contrast] if settings.momentum is None else settings.momentum
         self._encode = encode
-        self._encode_by_twin = engine.compiled(learner.twin) if learner.twin is not None else None
+        self.encode_by_twin = engine.compiled(learner.twin) if learner.twin is not None else None
         self._enqueue = engine.compiled(SemanticMemory.enqueue)
 
     def keys(self, phase: Phase, view: Tensor, index: Tensor, n_batch: int) -> Encoded:
@@ -48,15 +48,15 @@ class Contrast:
                 return self._encode(view)
             stored = learner.stored_keys[:, index]
             return stored.new_empty(len(index), 0), dict(zip(learner.encoder.projections, stored, strict=True))
-        assert self._encode_by_twin is not None
+        assert self.encode_by_twin is not None
         with torch.no_grad():
             if settings.batch_norm == "local" and not self.group.alone:
                 return self._keys_by_others(phase, view, n_batch)
             if settings.batch_norm_groups == 1:
-                return self._encode_by_twin(view)
+                return self.encode_by_twin(view)
             order = dealt(len(view), settings.batch_norm_groups, view.device)  # beside others than q was
             back = order.argsort()
-            h, k = self._encode_by_twin(view[order])
+            h, k = self.encode_by_twin(view[order])
             return h[back], {name: x[back] for name, x in k.items()}
 
     def by_twin(self, phase: Phase) -> bool:
@@ -66,7 +66,7 @@ class Contrast:
 
     def _keys_by_others(self, phase: Phase, view: Tensor, n: int) -> Encoded:
         """What the twin makes of this rank's views, made by all ranks: beside others than the queries are."""
-        assert self._encode_by_twin is not None
+        assert self.encode_by_twin is not None
         group, lot = self.group, phase.lot
 
         def moved(x: Tensor, order: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class Contrast:
             return self._by_view(group.part(whole[order], at_once=lot))
 
         order = dealt(n, group.size, view.device)
-        h, k = self._encode_by_twin(moved(view, order))
+        h, k = self.encode_by_twin(moved(view, order))
         back = order.argsort()
         return moved(h, back) if phase.self_labels else h[:, :0], {name: moved(x, back) for name, x in k.items()}
 

@@ -23,7 +23,7 @@ from semclust.data import Images
 from semclust.devices import choose_device
 from semclust.distributed import ALONE, Group
 from semclust.errors import DamagedFileError, InputError, NotFiniteError, StoppedError, TrainingError, in_short, plural
-from semclust.plan import check_shares
+from semclust.plan import check_shares, decided
 from semclust.predictor import BATCH, Predictor
 from semclust.run_folder import RunFolder, metrics_csv
 from semclust.signals import StopSignals
@@ -393,8 +393,10 @@ def start(
 ) -> Training:
     """A run at epoch 0."""
     check_suits(images, settings, group)
-    augmentation = choose_augmentation(settings.augment, images.pixels.shape[3], settings.crop_size)
-    return kind(images.pixels, settings, augmentation, group.device(settings.device), on_notice, group)
+    device = group.device(settings.device)
+    settings = decided(settings, images.pixels, device)
+    augmentation = choose_augmentation(settings.augment, settings.crop_size)
+    return kind(images.pixels, settings, augmentation, device, on_notice, group)
 
 
 def draw_seed(settings: Settings) -> Settings:

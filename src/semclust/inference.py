@@ -20,32 +20,31 @@ INFERENCE_BATCH = 1024  # images at once, where the device has memory enough
 
 
 class Inference:
-    """Features by an encoder whose weights change."""
+    """Features by encoders whose weights change."""
 
-    def __init__(
-        self,
-        encoder: Encoder,
-        encode: Callable[[Tensor], Any],
-        images: ImageLoader,
-        precision: AbstractContextManager[Any],
-        on_notice: Callable[[str], None],
-    ):
-        """``encode``: the encoder as steps call it."""
-        self.encoder, self._encode, self.images, self.precision = encoder, encode, images, precision
-        self.on_notice = on_notice
+    def __init__(self, images: ImageLoader, precision: AbstractContextManager[Any], on_notice: Callable[[str], None]):
+        self.images, self.precision, self.on_notice = images, precision, on_notice
         self.batch = INFERENCE_BATCH
 
     @torch.no_grad()
     def features(
-        self, numbers: Tensor, size: tuple[int, int], pooled: bool, on_part: Callable[[], None]
+        self,
+        encoder: Encoder,
+        encode: Callable[[Tensor], Any],
+        numbers: Tensor,
+        size: tuple[int, int],
+        pooled: bool,
+        on_part: Callable[[], None],
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """h (N x D) and q of each projection (N x d) of the images ``numbers``, resized to ``size``. Without
         ``pooled``, h has no columns: it would take four times the memory of q.
 
+        encode: the encoder as steps call it.
         on_part: called after each batch; an exception that is raised there changes nothing."""
         while True:
             try:
-                return self._by_batches(numbers, size, pooled, on_part)
+                fastest = encoder.eval().folded() or encode
+                return self._by_batches(fastest, numbers, size, pooled, on_part)
             except torch.OutOfMemoryError:
                 if self.batch == 1:
                     raise
@@ -57,9 +56,13 @@ class Inference:
             )
 
     def _by_batches(
-        self, numbers: Tensor, size: tuple[int, int], pooled: bool, on_part: Callable[[], None]
+        self,
+        encode: Callable[[Tensor], Any],
+        numbers: Tensor,
+        size: tuple[int, int],
+        pooled: bool,
+        on_part: Callable[[], None],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        encode = self.encoder.eval().folded() or self._encode
         wholes: list[Tensor] = []  # of h and each q, filled part by part: to put parts together takes twice the memory
         done = 0
         for part in self._in_even_batches(numbers):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from semclust.augment import choose_family
@@ -51,6 +52,14 @@ def plan_clusters(settings: Settings) -> tuple[int, int]:
     return begin, by_itself
 
 
+def labels_itself_in(settings: Settings, epoch: int) -> bool:
+    """Whether the network learns from its own labels in the epoch ``epoch`` (from 0).
+
+    From there on its momentum twin, the teacher, tells the clusters: it sees images that are hardly changed, as they
+    are in the end. Those that the network itself sees are strongly changed, and its batch norms expect that."""
+    return settings.labels_itself and epoch >= plan_clusters(settings)[1]
+
+
 def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
     """How many clusters each task has and when it learns. "cluster" is always there: instance contrast
     alone never trains on it, but it holds the k-means of the features."""
@@ -93,17 +102,23 @@ def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) ->
     tasks = tuple(name for name, plan in plans.items() if plan.learns_in(epoch))
     joins = max(1, math.floor(settings.nearest_from * settings.n_epochs))  # in the first epoch there are no keys yet
     nearest = settings.nearest > 0 and epoch >= joins
-    if settings.labels_itself and "cluster" in tasks and epoch >= plan_clusters(settings)[1]:
+    if "cluster" in tasks and labels_itself_in(settings, epoch):
         return Phase(tasks, nearest=False, in_pairs=False, self_labels=True)
     return Phase(tasks, nearest, in_pairs=settings.learns_pairs and "cluster" in tasks)
 
 
-def with_epochs(settings: Settings, n_channels: int, device: torch.device) -> Settings:
-    """The same settings with a number of epochs, which where none is given follows from the kind of images. Without an
-    NVIDIA or AMD GPU nobody would wait for as many as photographs need."""
+def decided(settings: Settings, pixels: np.ndarray, device: torch.device) -> Settings:
+    """The same settings for these images (N x H x W x c bytes), with all that follows from their kind: the family of
+    views, and the number of epochs where none is given. Without an NVIDIA or AMD GPU nobody would wait for as many as
+    photographs need."""
+    if settings.epochs is not None and settings.augment != "auto":
+        return settings
+    family = choose_family(settings.augment, pixels)
+    if settings.augment == "auto":
+        settings = replace(settings, augment=family)
     if settings.epochs is not None:
         return settings
-    kind = "photographs" if choose_family(settings.augment, n_channels) == "natural" else "drawings"
+    kind = "photographs" if family == "natural" else "drawings"
     if kind == "photographs" and device.type != "cuda":
         kind = "photographs without a GPU"
     return replace(settings, epochs=round(settings.effort * EPOCHS[kind]))

@@ -19,6 +19,7 @@ from semclust.errors import DamagedFileError, InputError, in_short
 from semclust.groups import Groups
 from semclust.learner import Learner
 from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, channels_last, in_unit_range
+from semclust.plan import labels_itself_in
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 
 FORMAT = 3
@@ -40,17 +41,22 @@ class Predictor:
     def from_learner(
         cls, learner: Learner, settings: Settings, image_shape: tuple[int, int, int], value_range: tuple[float, float]
     ) -> "Predictor":
-        """Take over a learner's weights for the target task."""
+        """Take over a learner's weights for the target task: those of the teacher, where there was one."""
         made = cls._blank(settings, image_shape, value_range)
-        kept = f"projections.{learner.tasks['cluster'].projection}."
+        task = learner.tasks["cluster"]
+        network, classifier = learner.encoder, task.classifier
+        if labels_itself_in(settings, settings.n_epochs - 1):
+            assert learner.twin is not None and task.teacher is not None
+            network, classifier = learner.twin, task.teacher
+        kept = f"projections.{task.projection}."
         encoder = {}
-        for name, value in learner.encoder.state_dict().items():
+        for name, value in network.state_dict().items():
             if name.startswith(kept):
                 encoder[f"projections.cluster.{name.removeprefix(kept)}"] = value
             elif not name.startswith("projections."):
                 encoder[name] = value
         made.network.encoder.load_state_dict(as_state(encoder, made.network.encoder))
-        made.network.classifier.load_state_dict(learner.tasks["cluster"].classifier.state_dict())
+        made.network.classifier.load_state_dict(classifier.state_dict())
         return made
 
     @classmethod

@@ -13,8 +13,9 @@ from torch import Tensor
 from semclust import core, labels, metrics
 from semclust.config import Settings
 from semclust.learner import ClusterTask, Learner
-from semclust.model import classifier_input, follow
+from semclust.model import LinearClassifier, classifier_input, follow
 from semclust.partition import centred, k_means, nearest_neighbours, spectral_partition
+from semclust.plan import labels_itself_in
 
 AT_ONCE = 1024  # images whose similarities to a whole memory are taken, or that are written into it
 
@@ -29,12 +30,14 @@ def renew_labels(
     Returns figures, and p of the target task (N x C). The figures are those of that task, or of "over" while that is
     all there is."""
     tasks = learner.tasks
+    taught = labels_itself_in(settings, epoch - 1)
     told = "cluster" if settings.instance_alone or tasks["cluster"].plan.learns_in(epoch) else "over"
     p: dict[str, Tensor] = {}
     for name, task in tasks.items():
         q_task = q[task.projection]
         seen = classifier_input(h, q_task, settings.classifier_input == "pooled")
-        y = next_labels(learner, settings, epoch, name, seen, h, q_task)
+        classifier = task.teacher if taught and task.teacher is not None else task.classifier
+        y = next_labels(learner, settings, epoch, name, classifier, seen, h, q_task)
         churn = torch.ne(y, task.y).float().mean().item()
         task.s.copy_(labels.count_swaps(task.s, y, task.y))
         task.y.copy_(y)
@@ -42,7 +45,7 @@ def renew_labels(
             churn = math.nan
             task.s.fill_(1)
         if name in ("cluster", told) or task.teacher is not None:
-            p[name] = task.classifier(seen).softmax(1)
+            p[name] = classifier(seen).softmax(1)
         if task.teacher is not None and settings.balance > 0:
             task.share.copy_(p[name].mean(0))
         if name == told:
@@ -54,8 +57,8 @@ def renew_labels(
 
 
 def share_sure(task: ClusterTask, settings: Settings, p: Tensor) -> float:
-    """Of all images, those that the classifier, of whom p (N x C) is, would be sure of if it were its own teacher; NaN
-    where it never labels them."""
+    """Of all images, those whose p (N x C) is sure enough to be learned from; NaN where the network never labels them
+    itself."""
     if task.teacher is None:
         return math.nan
     sure = core.evened_out(p, task.share).max(1).values >= settings.self_label_confidence
@@ -63,10 +66,17 @@ def share_sure(task: ClusterTask, settings: Settings, p: Tensor) -> float:
 
 
 def next_labels(
-    learner: Learner, settings: Settings, epoch: int, name: str, seen: Tensor, h: Tensor, q: Tensor
+    learner: Learner,
+    settings: Settings,
+    epoch: int,
+    name: str,
+    classifier: LinearClassifier,
+    seen: Tensor,
+    h: Tensor,
+    q: Tensor,
 ) -> Tensor:
-    """The labels of the task ``name`` that the next epoch learns from. ``seen``: what its classifier sees, of h or q;
-    q: by its projection."""
+    """The labels of the task ``name`` that the next epoch learns from, by its ``classifier`` where they are not from a
+    partition. ``seen``: what that sees, of h or q; q: by its projection."""
     task = learner.tasks[name]
     C, tau = task.n_clusters, settings.temperature
     if settings.instance_alone:
@@ -87,7 +97,7 @@ def next_labels(
         y = same_ids(spectral_partition(directions, C, tau, even=settings.balance > 0), task)
         del directions  # as large as h
     else:
-        y = labels.most_likely(task.classifier(seen)) if settings.online else memory_labels(task, q, tau)
+        y = labels.most_likely(classifier(seen)) if settings.online else memory_labels(task, q, tau)
         y = labels.merge_and_split(y, q, C, settings.min_cluster_size * len(q) / C)
     if starts:
         task.classifier.start_from(seen, y)

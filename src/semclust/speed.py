@@ -26,6 +26,7 @@ from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
+from semclust.plan import decided
 from semclust.train import Training
 
 BASELINE_WORKERS = 8  # what most training scripts of this field start
@@ -57,11 +58,11 @@ def measure_speed(
             f"{FEWEST_STEPS * batch} images ({FEWEST_STEPS} batches), 4 px and 1 epoch."
         )
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
-    augmentation = choose_augmentation(settings.augment, channels, settings.crop_size)
+    settings = decided(settings, pixels, device)
+    augmentation = choose_augmentation(settings.augment, settings.crop_size)
     # The longest phase that learns all tasks. The others are timed with the whole run, below.
     asked, settings = settings, replace(settings, self_label_from=1.0)
     training = Training(pixels, settings, augmentation, device, tell)
-    settings = training.settings  # with its number of epochs
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
@@ -248,7 +249,7 @@ def peak_memory(device: torch.device) -> float | None:
 def plain_speed(settings: Settings, pixels: np.ndarray, device: torch.device) -> float:
     """Images a second of the usual training loop: Pillow views in the workers of a DataLoader, float32, eager."""
     plain = Settings(**{**vars(settings), "compile": False, "precision": "float32"})
-    training = Training(pixels, plain, choose_augmentation("none", pixels.shape[3]), device)
+    training = Training(pixels, plain, choose_augmentation("none"), device)
     training.learner.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     training.optimiser = torch.optim.SGD(
         training.trained, lr=torch.tensor(0.01), momentum=0.9, weight_decay=settings.weight_decay, foreach=False

@@ -37,13 +37,14 @@ from semclust.losses import sample_losses, shares_of_batch
 from semclust.model import channels_last, in_unit_range
 from semclust.plan import (
     Phase,
+    decided,
+    labels_itself_in,
     plan_batches,
     plan_clusters,
     plan_phase,
     plan_tasks,
     rate_at,
     usual_rate,
-    with_epochs,
 )
 from semclust.refresh import renew_labels, renewed, start_self_labels
 from semclust.storage import load_into
@@ -70,7 +71,7 @@ class Training:
         group: Group = ALONE,
     ):
         """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
-        settings = with_epochs(settings, pixels.shape[3], device)
+        settings = decided(settings, pixels, device)
         self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
         self.on_notice = on_notice
         self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done
@@ -92,7 +93,7 @@ class Training:
         self._measure_colours()
         learning = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
         self.trained = [parameter for parameter in learning if parameter.requires_grad]  # teachers follow
-        self.weak, self.strong = weak_and_strong(settings.augment, self.image_shape[2])
+        self.weak, self.strong = weak_and_strong(settings.augment)
         # The rate is a tensor where steps are recorded: a number would be recorded for good.
         self.optimiser = torch.optim.SGD(
             self.trained,
@@ -121,7 +122,7 @@ class Training:
         self._encode = self.engine.compiled(self.learner.encoder)
         self._sample_losses = self.engine.compiled(sample_losses)
         self.contrast = Contrast(self.learner, self.settings, self.group, self.engine, self._encode)
-        self.inference = Inference(self.learner.encoder, self._encode, self.images, self.precision, self.on_notice)
+        self.inference = Inference(self.images, self.precision, self.on_notice)
 
     def set_epochs(self, epochs: int) -> None:
         """Plan the run anew, before it begins, for another number of epochs."""
@@ -477,13 +478,17 @@ class Training:
         return torch.arange(0, self.n_images, math.ceil(self.n_images / SOME_IMAGES), device=self.device)
 
     def _features_of(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.inference.features(numbers, self.size_for(self.epoch), self.keeps_pooled, on_part)
+        encoder, encode = self.learner.encoder, self._encode
+        if labels_itself_in(self.settings, self.epoch):
+            assert self.learner.twin is not None and self.contrast.encode_by_twin is not None
+            encoder, encode = self.learner.twin, self.contrast.encode_by_twin
+        size = self.size_for(self.epoch)
+        return self.inference.features(encoder, encode, numbers, size, self.keeps_pooled, on_part)
 
     def size_for(self, epoch: int) -> tuple[int, int]:
         """Height and width of the views that the epoch ``epoch`` (from 0) learns from: images without augmentation are
         looked at in this size."""
-        by_itself = self.settings.labels_itself and epoch >= plan_clusters(self.settings)[1]
-        crop_size = 1.0 if by_itself else self.settings.crop_size
+        crop_size = 1.0 if labels_itself_in(self.settings, epoch) else self.settings.crop_size
         return view_size(self.settings.augment, self.image_shape, crop_size)
 
     # ---- surroundings ----------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def run(command: BenchData, settings_of: Callable[[str], FitSettings], k_given: 
     )
     images, labels = open_labelled(command, console)
     n_classes = len(set(labels.tolist()))
-    runs = planned(command, methods, settings_of, None if k_given else n_classes, images.pixels.shape[3])
+    runs = planned(command, methods, settings_of, None if k_given else n_classes, images.pixels)
     folder = command.out or Path("bench") / images.source
 
     def tell(text: str) -> None:
@@ -119,12 +119,12 @@ def planned(
     methods: dict[str, Method],
     settings_of: Callable[[str], FitSettings],
     n_clusters: int | None,
-    n_channels: int,
+    pixels: "np.ndarray",
 ) -> list["Run"]:
     """Every method with every seed. ``n_clusters``: the number of classes, as in the paper, where no -k is given."""
     from semclust.arena.runs import Run
     from semclust.devices import choose_device
-    from semclust.plan import with_epochs
+    from semclust.plan import decided
 
     runs = []
     for name, method in methods.items():
@@ -137,7 +137,7 @@ def planned(
             settings = dataclasses.replace(start, **changes, random_state=number)
             check(settings, as_flags=True)
             # With the number of epochs: another device may have another, and the runs of both are not to be mixed.
-            settings = with_epochs(settings, n_channels, choose_device(settings.device))
+            settings = decided(settings, pixels, choose_device(settings.device))
             runs.append(Run(f"{name}-seed{number}", method, settings))
     return runs
 

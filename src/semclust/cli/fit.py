@@ -151,7 +151,7 @@ def plan_of_resumed(command: Fit, argv: list[str], console: "Console") -> Plan:
 def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: str) -> "tuple[RunFolder, Settings]":
     """The folder of the run, and its settings. ``seen``: fingerprint of the images."""
     from semclust import distributed, fitting
-    from semclust.plan import with_epochs
+    from semclust.plan import decided
     from semclust.run_folder import RunFolder
 
     run, settings = plan.run, plan.settings
@@ -162,7 +162,7 @@ def open_run(command: Fit, plan: Plan, images: "Images", group: "Group", seen: s
             )
     else:
         fitting.check_suits(images, settings, group)
-        settings = with_epochs(settings, images.pixels.shape[3], group.device(settings.device))
+        settings = decided(settings, images.pixels, group.device(settings.device))
         config = {"data": plan.data, "labels": plan.labels, "fingerprint": seen, "settings": to_json(settings)}
         job = distributed.job_name()
         run = RunFolder.of_job(command.out, job, config, distributed.restarts() > 0) if job else None
