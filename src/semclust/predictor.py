@@ -17,6 +17,7 @@ from semclust.config import OWN_CODE, Settings, check, from_json, is_own_code, t
 from semclust.data import Images, stream_images
 from semclust.errors import DamagedFileError, InputError, in_short
 from semclust.groups import Groups
+from semclust.inference import usual_batch
 from semclust.learner import Learner
 from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, channels_last, in_unit_range
 from semclust.plan import labels_itself_in
@@ -100,8 +101,9 @@ class Predictor:
         network = self.network.to(device)
         p: list[Tensor] = []
         q: list[Tensor] = []
-        for start in range(0, len(pixels), BATCH):
-            part = torch.tensor(pixels[start : start + BATCH]).to(device)
+        at_once = min(BATCH, usual_batch(device))
+        for start in range(0, len(pixels), at_once):
+            part = torch.tensor(pixels[start : start + at_once]).to(device)
             for parts, result in zip((p, q), network(in_unit_range(part.permute(0, 3, 1, 2))), strict=True):
                 parts.append(result.cpu())
         return self.groups.apply(torch.cat(p).numpy()), torch.cat(q).numpy()

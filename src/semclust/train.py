@@ -52,7 +52,7 @@ from semclust.storage import load_into
 SGD_MOMENTUM = 0.9
 PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
-SOME_IMAGES = 4096  # about, of which features tell how the network is doing while they are needed for nothing else
+SOME_IMAGES = 512  # about, of which features tell how the network is doing while they are needed for nothing else
 LOOK_EVERY = 100  # steps, for such: to look is to wait for the device
 
 Keys = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]  # numbers of images, their q and their k
@@ -122,7 +122,7 @@ class Training:
         self._encode = self.engine.compiled(self.learner.encoder)
         self._sample_losses = self.engine.compiled(sample_losses)
         self.contrast = Contrast(self.learner, self.settings, self.group, self.engine, self._encode)
-        self.inference = Inference(self.images, self.precision, self.on_notice)
+        self.inference = Inference(self.images, self.precision, self.on_notice, self.device)
 
     def set_epochs(self, epochs: int) -> None:
         """Plan the run anew, before it begins, for another number of epochs."""
