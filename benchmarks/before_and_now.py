@@ -1,7 +1,7 @@
 """The digits on a CPU by an earlier commit and as it is now, in turn: seconds of a fit and ACC of its last epoch.
 
-python benchmarks/before_and_now.py 01d9408~1 33 50 80
-        the earlier commit's default, then the default now for 33, 50 and 80 epochs, three seeds each; prints a line a
+python benchmarks/before_and_now.py f76579b 33 50
+        the earlier commit's default, then the default now for 33 and 50 epochs, three seeds each; prints a line a
         fit and writes benchmarks/before_and_now.json
 """
 

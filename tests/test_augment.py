@@ -8,6 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from semclust import augment, open_images
+from semclust.errors import InputError
 
 STRONG = [augment.strong_natural, augment.strong_drawn]
 VIEWS = [
@@ -427,6 +428,31 @@ def test_images_that_are_all_alike_are_no_drawings(n):
 def test_copies_do_not_hide_that_images_are_drawings():
     digits = open_images("digits").pixels[:400]
     assert augment.are_drawings(np.concatenate([digits, digits]))
+
+
+def test_photographs_of_which_there_are_copies_are_no_drawings():
+    """As of a burst, or of a film."""
+    rng = np.random.default_rng(0)
+    coarse = torch.from_numpy(rng.normal(size=(300, 1, 4, 4)))
+    smooth = torch.nn.functional.interpolate(coarse, (16, 16), mode="bicubic").numpy()
+    pixels = (127 + 50 * smooth).clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
+    near_copies = (pixels + rng.integers(0, 3, pixels.shape)).clip(0, 255).astype(np.uint8)
+    assert not augment.are_drawings(pixels)
+    assert not augment.are_drawings(np.concatenate([pixels, pixels]))
+    assert not augment.are_drawings(np.concatenate([pixels, near_copies]))
+
+
+def test_large_images_are_looked_at_in_parts(monkeypatch):
+    pooled = []
+    pool = torch.nn.functional.adaptive_avg_pool2d
+    monkeypatch.setattr(augment.F, "adaptive_avg_pool2d", lambda x, size: pooled.append(len(x)) or pool(x, size))
+    augment.are_drawings(np.zeros((150, 40, 30, 1), np.uint8))
+    assert pooled == [64, 64, 22]
+
+
+def test_a_family_that_nobody_decided_on_is_told():
+    with pytest.raises(InputError, match="augment='auto': expected what it was decided to be"):
+        augment.view_size("auto", (8, 8, 1))
 
 
 def test_colours_are_of_photographs_whatever_they_show():

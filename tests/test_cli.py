@@ -146,6 +146,7 @@ def test_a_fit_writes_a_run_folder(finished, photos):
     assert config["data"] == str(photos) and config["labels"] is None
     assert config["settings"].keys() == {f.name for f in fields(Settings)}
     assert config["settings"]["n_clusters"] == 3 and config["settings"]["epochs"] == 3
+    assert config["settings"]["augment"] in ("natural", "strokes")  # what auto was: a resumed run must not decide anew
     assert [row["epoch"] for row in rows(finished / "metrics.csv")] == ["1", "2", "3"]
     assert [row["path"] for row in rows(finished / "skipped.csv")] == ["a/notes.jpg"]
 
@@ -1044,6 +1045,21 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
     return Console(file=text, force_terminal=terminal, width=120, color_system=None), text
 
 
+@pytest.mark.parametrize(
+    "augment, words",
+    [
+        ("natural", "views as of photographs"),
+        ("strokes", "views as of drawings"),
+        ("none", "no views"),
+        (torch.square, "views of your own"),
+    ],
+)
+def test_a_fit_says_which_views_it_learns_from(augment, words):
+    out, text = console(terminal=False)
+    Display(out).begin(fitting.start(make_images(48), tiny(augment=augment)))
+    assert f"batches of 16, {words}" in " ".join(text.getvalue().split())
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_fit_is_shown(terminal):
     out, text = console(terminal)
@@ -1055,7 +1071,7 @@ def test_a_fit_is_shown(terminal):
         display.close()
     said = text.getvalue()
     assert "48 images of 8 x 8 x 1 into 4 clusters on cpu: TinyBackbone" in said
-    assert "4 epochs of batches of 16" in said and "images/s" in said
+    assert "4 epochs of batches of 16, views as of " in said and "images/s" in said
     if terminal:
         assert display.progress.finished and display.images_done == 48 * 4
         assert "epoch 4/4  own labels  loss" in said and "ACC" in said

@@ -345,7 +345,7 @@ def test_neighbours_need_features_to_be_found_by():
 def test_over_clusters_begin_before_they_end(over_from):
     with pytest.raises(InputError, match=rf"over_from={over_from} with over_until=0\.5: expected it to begin before"):
         check(Settings(over_from=over_from))
-    check(Settings(over_from=over_from, over_until=1.0))
+    check(Settings(over_from=over_from, over_until=1.0, self_label_from=1.0))
     check(Settings(over_from=over_from, tasks=("cluster",)))
 
 
@@ -357,3 +357,10 @@ def test_the_network_labels_itself_after_the_clusters_have_begun():
         check(Settings(cluster_from=0.9), as_flags=True)
     for changes in (dict(self_label_from=0.9), dict(self_label_from=1.0), dict(tasks=("instance",))):
         check(Settings(cluster_from=0.9, **changes))
+
+
+def test_over_clusters_begin_before_the_network_labels_itself():
+    with pytest.raises(InputError, match=r"over_from=0\.9 with self_label_from=0\.85: expected over-clusters to begin"):
+        check(Settings(over_from=0.9, over_until=1.0))
+    for changes in (dict(over_from=0.8), dict(tasks=("cluster",)), dict(self_label_from=0.95)):
+        check(Settings(**dict(over_from=0.9, over_until=1.0) | changes))

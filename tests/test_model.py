@@ -436,9 +436,8 @@ def test_every_2d_batch_norm_of_a_network_is_grouped_and_nothing_else_changes():
 
 
 def test_whole_images_are_seen_as_large_as_the_views_that_were_learned_from():
-    settings = Settings(
-        backbone="resnet10", width=4, n_clusters=3, projection_dim=5, self_label_from=1.0, augment="natural"
-    )
+    of_network = dict(backbone="resnet10", width=4, n_clusters=3, projection_dim=5)
+    settings = Settings(epochs=10, self_label_from=1.0, augment="natural", **of_network)
     encoder, n_features = build_encoder(settings, (32, 24, 3), ["shared"])
     assert (encoder.view_size, n_features) == ((24, 18), 32)
     assert build_encoder(replace(settings, self_label_from=0.8), (32, 24, 3), ["shared"])[0].view_size == (32, 24)

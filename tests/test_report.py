@@ -27,6 +27,7 @@ from semclust.config import to_json, values
 from semclust.data import Images
 from semclust.errors import DamagedFileError, InputError
 from semclust.groups import Groups
+from semclust.plan import decided
 from semclust.report import content, kept, page, pictures, write_report
 from semclust.report.against_labels import compare, confusion
 from semclust.report.close import closest_pairs
@@ -44,6 +45,7 @@ def fitted_run(folder, settings: Settings, images: Images | None = None) -> tupl
     images = images or make_images(40, labels=np.arange(40) % 4)
     run = RunFolder.create(folder, "run")
     config = {"data": "gone", "labels": None, "fingerprint": fingerprint(images.pixels, images.names)}
+    settings = decided(settings, images.pixels, torch.device("cpu"))
     run.write_config({**config, "settings": to_json(settings)})
     run.write_skipped(images.skipped)
     fitted = fitting.fit(images, settings, run=run)
@@ -171,7 +173,8 @@ def test_colour_images(tmp_path):
 
 
 def test_the_untrained_network_is_the_one_that_the_run_began_with(tmp_path):
-    settings = tiny(backbone="resnet10", width=2, projection_per_task=True, random_state=5)
+    changes = dict(projection_per_task=True, random_state=5, epochs=10, augment="strokes")  # the teacher tells at last
+    settings = tiny(backbone="resnet10", width=2, **changes)
     run, images = fitted_run(tmp_path, settings)
     rows = np.arange(0, 40, 3)
     tensors, epoch = run.read_checkpoint()
@@ -188,7 +191,7 @@ def test_the_untrained_network_is_the_one_that_the_run_began_with(tmp_path):
 
 def test_a_run_of_another_machine_s_device_is_read_on_the_cpu(tmp_path):
     run, images = fitted_run(tmp_path, tiny(backbone="resnet10", width=2))
-    settings = tiny(backbone="resnet10", width=2, device="cuda:99")
+    settings = tiny(backbone="resnet10", width=2, augment="strokes", device="cuda:99")
     found = features_of_tasks(images.pixels, settings, run.read_checkpoint()[0], {}, run.checkpoint)
     assert found["untrained"].shape == (40, 8)
 

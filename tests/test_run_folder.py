@@ -110,10 +110,10 @@ def test_settings_that_are_none_are_left_for_who_reads_them(run):
 
 
 def test_the_config_comes_back_with_its_versions(run):
-    assert run.read_config() == {"format": 2, "semclust": __version__, "data": "photos", "settings": {}}
+    assert run.read_config() == {"format": 3, "semclust": __version__, "data": "photos", "settings": {}}
 
 
-@pytest.mark.parametrize("number", [1, 3, "2", None])
+@pytest.mark.parametrize("number", [1, 2, "3", None])
 def test_a_config_of_another_format_is_refused(run, number):
     path = run.path / "config.json"
     path.write_text(json.dumps({"format": number, "semclust": "9.9"}))
@@ -214,7 +214,7 @@ def test_a_checkpoint_comes_back(run):
     assert epoch == 17 and tensors["w"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("about", [{}, {"format": 2}, {"format": 3, "epoch": 3}, {"format": 2, "epoch": "3"}])
+@pytest.mark.parametrize("about", [{}, {"format": 3}, {"format": 2, "epoch": 3}, {"format": 3, "epoch": "3"}])
 def test_a_checkpoint_of_another_format_is_refused(run, about):
     write_tensors(run.checkpoint, {"w": torch.ones(1)}, about)
     with pytest.raises(DamagedFileError, match=r"last\.ckpt"):

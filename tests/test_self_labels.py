@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.testing import assert_close
 
 from conftest import TinyBackbone, make_images, tiny
-from semclust import core, fitting, metrics, refresh
+from semclust import contrast, core, fitting, metrics, refresh
 from semclust.augment import strokes, view_size
 from semclust.config import Settings
 from semclust.model import LinearClassifier
@@ -330,13 +330,24 @@ def test_the_teacher_tells_the_clusters(contrast):
     assert not torch.allclose(task.teacher.linear.weight, task.classifier.linear.weight)
 
 
+@pytest.mark.parametrize("momentum, followed", [(0.5, 0.5), (0.999, 0.99), (1.0, 0.99)])
+def test_the_teacher_is_never_far_behind(momentum, followed, monkeypatch):
+    """It is what predicts."""
+    training = about_to_label_itself(momentum=momentum)
+    seen = []
+    monkeypatch.setattr(contrast, "follow", lambda twin, network, share: seen.append(share))
+    training.run_epoch()
+    assert set(seen) == {followed}
+
+
 def test_without_own_labels_the_network_itself_predicts():
     images = make_images(48)
     for changes in (dict(epochs=1), dict(epochs=5, self_label_from=1.0), dict(epochs=5, tasks=("instance",))):
         training = fitting.start(images, tiny(**changes))
         for _ in range(changes["epochs"]):
-            training.run_epoch()
+            _, p = training.run_epoch()
         predictor = Predictor.from_learner(training.learner, training.settings, (8, 8, 1), (0, 255))
+        assert_close(torch.from_numpy(predictor(images.pixels, torch.device("cpu"))[0]), p)
         assert same_weights(predictor.network.classifier, training.learner.tasks["cluster"].classifier)
         weights = zip(
             predictor.network.encoder.backbone.state_dict().values(),
@@ -352,7 +363,8 @@ def same_weights(one: LinearClassifier, other: LinearClassifier) -> bool:
 
 def test_the_first_own_labels_are_those_of_the_clusters_before():
     """Not the random ones of the beginning, where the clusters are learned from it on."""
-    training = started(epochs=6, cluster_from=0.0, neighbours=0, self_label_from=0.0)
+    changes = dict(cluster_from=0.0, neighbours=0, self_label_from=0.0, tasks=("cluster", "instance"))
+    training = started(epochs=6, **changes)
     random = training.learner.tasks["cluster"].y.clone()
     training.run_epoch()
     assert training.phase.self_labels
@@ -368,7 +380,7 @@ def test_a_model_predicts_at_the_size_that_it_learned_from_at_last(epochs, self_
     )
     fitted = fitting.fit(images, tiny(epochs=epochs, **changes))
     encoder = fitted.predictor.network.encoder
-    assert encoder.view_size == size
+    assert encoder.view_size == (size if epochs > 1 else (8, 8))  # a single epoch learns from no labels
     assert view_size("natural", (16, 16, 3), 0.5) == (8, 8)
     assert metrics.evaluate(fitted.labels, images.labels)["acc"] == pytest.approx(fitted.history[-1]["acc"], abs=0.03)
 

@@ -96,7 +96,7 @@ class Settings:
     momentum: float | None = setting(None, low=0, high=1)
     """Share m that the momentum encoder keeps at each step, or a stored vector when its image is met.
     None: 0.99, and 0.5 for stored vectors, which are met once an epoch. The twin that teaches where there is no
-    momentum encoder otherwise has 0.99."""
+    momentum encoder otherwise has 0.99, and none that teaches has more."""
     symmetric: bool = False
     """Use each view once as query and once as key: twice the work a step."""
     temperature: float = setting(0.2, low=1e-3)
@@ -127,8 +127,8 @@ class Settings:
     over_from: float = setting(0.25, low=0, high=1)
     """Share of the epochs after which the task "over" joins instance contrast."""
     over_until: float = setting(0.5, low=0, high=1)
-    """Share of the epochs after which it ends. Fine clusters, too, hold together some of what is not one class: the
-    features are to settle without them before the clusters start."""
+    """Share of the epochs after which it ends, or earlier, see self_label_from. Fine clusters, too, hold together some
+    of what is not one class: the features are to settle without them before the clusters start."""
     over_by: Literal["k-means", "classifier"] = "k-means"
     """What renews the labels of the task "over": k-means on the pooled features, anew after every epoch, so that no
     early partition locks itself in; or the task's classifier, as for the other tasks."""
@@ -150,8 +150,8 @@ class Settings:
     is truly imbalanced; at 0 the partition that clusters start from is not evened out either."""
     self_label_from: float = setting(0.85, low=0, high=1)
     """Share of the epochs after which the network learns from its own labels: what the classifier's momentum twin is
-    sure of in a whole image that is hardly changed, the classifier is to see in a strongly changed one. 1: never, as in
-    the paper."""
+    sure of in a whole image that is hardly changed, the classifier is to see in a strongly changed one. From then on
+    the twin is what predicts. 1: never, as in the paper."""
     self_label_confidence: float = setting(0.95, low=0, high=1)
     """Probability from which on the twin is sure. Where balance is above 0, the probabilities are evened out first, so
     that no cluster grows at the cost of the others."""
@@ -293,6 +293,11 @@ def check(settings: Settings, as_flags: bool = False) -> None:
         raise InputError(
             f"{named('over_from', settings.over_from)} with {named('over_until', settings.over_until)}: expected it to "
             "begin before it ends."
+        )
+    if "over" in settings.tasks and settings.labels_itself and settings.over_from >= settings.self_label_from:
+        raise InputError(
+            f"{named('over_from', settings.over_from)} with {named('self_label_from', settings.self_label_from)}: "
+            "expected over-clusters to begin before the network labels itself, where they end."
         )
     if settings.labels_itself and settings.self_label_from < settings.cluster_from:
         raise InputError(

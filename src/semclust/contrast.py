@@ -92,6 +92,8 @@ class Contrast:
         if not self.by_twin(phase):
             return
         momentum = self.momentum if self.settings.contrast == "moco" else MOMENTUM["moco"]
+        if phase.self_labels:  # the twin is what predicts in the end, and must not be far behind
+            momentum = min(momentum, MOMENTUM["moco"])
         assert self.learner.twin is not None
         follow(self.learner.twin, self.learner.encoder, momentum)
         for name in phase.tasks if phase.self_labels else ():

@@ -16,6 +16,7 @@ from semclust.train import Training
 
 EXAMPLES = 3
 ESTIMATE_AFTER, LONG = 10, 20 * 60  # seconds: when to tell that a fit on a CPU will take long, and what is long
+VIEWS = {"natural": "views as of photographs", "strokes": "views as of drawings", "none": "no views"}  # by augment
 ROOM_FOR_FIGURES = 125  # columns; on a narrower terminal the bar shows the loss and the time left alone
 
 
@@ -34,7 +35,8 @@ class Display(Watcher):
         self.console.print(
             f"{training.n_images:,} images of {H} x {W} x {c} into {settings.n_clusters} clusters "
             f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, "
-            f"{plural(settings.n_epochs, 'epoch')} of batches of {training.batch_size}"
+            f"{plural(settings.n_epochs, 'epoch')} of batches of {training.batch_size}, "
+            f"{VIEWS[settings.augment] if isinstance(settings.augment, str) else 'views of your own'}"
         )
         if training.device.type != "cpu":
             self.console.print(f"{training.images}, {training.engine}")

@@ -132,7 +132,7 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
         """A model that ``save`` wrote, or a run folder of ``semclust fit``. It predicts at once; from a run folder
         also ``labels_``, ``probabilities_``, ``embedding_`` and ``names_`` are there, the arrays mapped from disk.
         ``history_`` and ``skipped_`` are of a fit in the same program only; a run folder has metrics.csv and
-        skipped.csv."""
+        skipped.csv. Parameters that followed from the images, such as the family of views, are what they were."""
         predictor = Predictor.load(model_folder(Path(path)), backbone)
         made = cls(**values(predictor.settings))
         made.predictor_ = predictor

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from semclust.backbones import group_batch_norm
 from semclust.config import Settings
 from semclust.core import SemanticMemory, bank_size
-from semclust.model import LinearClassifier, build_encoder, momentum_twin
+from semclust.model import Encoder, LinearClassifier, build_encoder, momentum_twin
 from semclust.plan import TaskPlan, plan_tasks
 
 
@@ -46,6 +46,10 @@ class ClusterTask(nn.Module):
         self.teacher = momentum_twin(self.classifier) if teaches else None
         if teaches:
             self.register_buffer("share", torch.full((plan.n_clusters,), 1 / plan.n_clusters))  # C: mean of p
+
+    def telling_classifier(self, taught: bool) -> LinearClassifier:
+        """Likewise: the classifier or, where there is one and it teaches, its twin."""
+        return self.teacher if taught and self.teacher is not None else self.classifier
 
 
 class Learner(nn.Module):
@@ -82,6 +86,13 @@ class Learner(nn.Module):
             projection = name if name in projections else self.instance_projection
             teaches = settings.labels_itself and name != "over"
             self.task_modules[name] = ClusterTask(plan, n_images, K, dim, classifier_dim, tau, projection, teaches)
+
+    def telling_encoder(self, taught: bool) -> Encoder:
+        """What tells the clusters: the encoder or, where it is ``taught`` by its own labels, its twin."""
+        if not taught:
+            return self.encoder
+        assert self.twin is not None
+        return self.twin
 
     @property
     def tasks(self) -> dict[str, ClusterTask]:

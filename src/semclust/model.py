@@ -17,6 +17,7 @@ from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, build_back
 from semclust.config import Settings
 from semclust.devices import computes_in_bfloat16
 from semclust.partition import cluster_means
+from semclust.plan import labels_itself_in
 
 Network = TypeVar("Network", bound=nn.Module)
 
@@ -85,8 +86,8 @@ def build_encoder(
     settings: Settings, image_shape: tuple[int, int, int], projections: Iterable[str]
 ) -> tuple[Encoder, int]:
     """f_theta for images of shape (H, W, c), and the dimension D of its pooled feature."""
-    H, W, _ = image_shape
-    size = (H, W) if settings.labels_itself else view_size(settings.augment, image_shape, settings.crop_size)
+    at_last = 1.0 if labels_itself_in(settings, settings.n_epochs - 1) else settings.crop_size
+    size = view_size(settings.augment, image_shape, at_last)
     backbone, n_features = build_backbone(
         settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
     )

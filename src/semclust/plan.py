@@ -47,17 +47,19 @@ def plan_clusters(settings: Settings) -> tuple[int, int]:
         return never, never
     begin = epoch_at(settings.cluster_from, settings)
     by_itself = max(1, begin, epoch_at(settings.self_label_from, settings)) if settings.labels_itself else never
+    by_itself = min(never, by_itself)
     if begin:  # else from random labels
         begin = max(begin, by_itself - settings.cluster_epochs)
     return begin, by_itself
 
 
 def labels_itself_in(settings: Settings, epoch: int) -> bool:
-    """Whether the network learns from its own labels in the epoch ``epoch`` (from 0).
+    """Whether the network learns from its own labels in the epoch ``epoch`` (from 0), or did at last.
 
     From there on its momentum twin, the teacher, tells the clusters: it sees images that are hardly changed, as they
     are in the end. Those that the network itself sees are strongly changed, and its batch norms expect that."""
-    return settings.labels_itself and epoch >= plan_clusters(settings)[1]
+    begins = plan_clusters(settings)[1]
+    return begins < settings.n_epochs and epoch >= begins
 
 
 def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
@@ -102,7 +104,7 @@ def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) ->
     tasks = tuple(name for name, plan in plans.items() if plan.learns_in(epoch))
     joins = max(1, math.floor(settings.nearest_from * settings.n_epochs))  # in the first epoch there are no keys yet
     nearest = settings.nearest > 0 and epoch >= joins
-    if "cluster" in tasks and labels_itself_in(settings, epoch):
+    if labels_itself_in(settings, epoch):
         return Phase(tasks, nearest=False, in_pairs=False, self_labels=True)
     return Phase(tasks, nearest, in_pairs=settings.learns_pairs and "cluster" in tasks)
 

@@ -23,7 +23,7 @@ from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, chan
 from semclust.plan import labels_itself_in
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 
-FORMAT = 3
+FORMAT = 4
 BATCH = 512
 LARGEST = 1024  # side in pixels, as of the setting image_size
 
@@ -45,19 +45,16 @@ class Predictor:
         """Take over a learner's weights for the target task: those of the teacher, where there was one."""
         made = cls._blank(settings, image_shape, value_range)
         task = learner.tasks["cluster"]
-        network, classifier = learner.encoder, task.classifier
-        if labels_itself_in(settings, settings.n_epochs - 1):
-            assert learner.twin is not None and task.teacher is not None
-            network, classifier = learner.twin, task.teacher
+        taught = labels_itself_in(settings, settings.n_epochs - 1)
         kept = f"projections.{task.projection}."
         encoder = {}
-        for name, value in network.state_dict().items():
+        for name, value in learner.telling_encoder(taught).state_dict().items():
             if name.startswith(kept):
                 encoder[f"projections.cluster.{name.removeprefix(kept)}"] = value
             elif not name.startswith("projections."):
                 encoder[name] = value
         made.network.encoder.load_state_dict(as_state(encoder, made.network.encoder))
-        made.network.classifier.load_state_dict(classifier.state_dict())
+        made.network.classifier.load_state_dict(task.telling_classifier(taught).state_dict())
         return made
 
     @classmethod

@@ -36,7 +36,7 @@ def renew_labels(
     for name, task in tasks.items():
         q_task = q[task.projection]
         seen = classifier_input(h, q_task, settings.classifier_input == "pooled")
-        classifier = task.teacher if taught and task.teacher is not None else task.classifier
+        classifier = task.telling_classifier(taught)
         y = next_labels(learner, settings, epoch, name, classifier, seen, h, q_task)
         churn = torch.ne(y, task.y).float().mean().item()
         task.s.copy_(labels.count_swaps(task.s, y, task.y))

@@ -35,7 +35,7 @@ from semclust.errors import DamagedFileError, InputError, plural
 from semclust.groups import FILE, Groups
 from semclust.storage import PART, WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
 
-FORMAT = 2
+FORMAT = 3
 ROWS_AT_ONCE = 8192
 TEXTS = ("learns", "sizes")  # columns of metrics.csv that are not numbers
 OF_A_FIT = (  # files that nothing else writes

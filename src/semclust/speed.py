@@ -46,7 +46,7 @@ def measure_speed(
 ) -> dict[str, Any]:
     """Train for some epochs on random images, and report speed, use of the device and memory.
 
-    beside: also run the same steps with the images streamed, and a plain training script.
+    beside: also run the same steps with the images streamed and a plain training script, and reckon a whole run.
     started: of ``time.perf_counter``, where the time to the first step counts from.
     """
     started = time.perf_counter() if started is None else started
@@ -58,9 +58,11 @@ def measure_speed(
             f"{FEWEST_STEPS * batch} images ({FEWEST_STEPS} batches), 4 px and 1 epoch."
         )
     pixels = np.random.default_rng(0).integers(0, 256, (n_images, size, size, channels), dtype=np.uint8)
+    if settings.augment == "auto":  # these show nothing that it could be decided by
+        settings = replace(settings, augment="strokes" if channels == 1 else "natural")
     settings = decided(settings, pixels, device)
     augmentation = choose_augmentation(settings.augment, settings.crop_size)
-    # The longest phase that learns all tasks. The others are timed with the whole run, below.
+    # The phase that learns the clusters. The others are timed with the whole run, below.
     asked, settings = settings, replace(settings, self_label_from=1.0)
     training = Training(pixels, settings, augmentation, device, tell)
     if device.type == "cuda":
@@ -74,7 +76,6 @@ def measure_speed(
             first_step.append(time.perf_counter() - started)
             tell(f"first step after {first_step[0]:.1f} s")
 
-    # As in the last phase of a run, when the clusters are learned.
     begins = [task.plan.begins for task in training.learner.tasks.values() if task.plan.begins < settings.n_epochs]
     training.epoch = 1 + max(begins, default=0)
     if settings.learns_pairs:  # which a run would have found by then
@@ -100,6 +101,7 @@ def measure_speed(
         "engine": str(training.engine),
         "images": n_images,
         "image_shape": [size, size, channels],
+        "augment": settings.augment if isinstance(settings.augment, str) else "own",
         "view_size": list(training.learner.encoder.view_size),
         "clusters": settings.n_clusters,
         "keys": settings.memory_size,

@@ -430,7 +430,7 @@ class Training:
 
     def starts_self_labels(self, epoch: int) -> bool:
         """Whether the network learns from its own labels from the epoch ``epoch`` (from 0) on."""
-        return self.settings.labels_itself and epoch == plan_clusters(self.settings)[1]
+        return labels_itself_in(self.settings, epoch) and epoch == plan_clusters(self.settings)[1]
 
     def _start_self_labels(self) -> None:
         """From features at the size that images are looked at from now on. Nothing interrupts it: until its end the
@@ -466,7 +466,8 @@ class Training:
         return not self.settings.instance_alone and any(task.plan.begins > 0 for task in self.learner.tasks.values())
 
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
-        """h and q of this rank's part of all images, at the size for the current epoch; see ``Inference.features``."""
+        """h and q of this rank's part of all images, by what tells the clusters in the current epoch, the encoder or
+        its twin, at the size for it; see ``Inference.features``."""
         return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part)
 
     def features_of_some(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
@@ -478,10 +479,10 @@ class Training:
         return torch.arange(0, self.n_images, math.ceil(self.n_images / SOME_IMAGES), device=self.device)
 
     def _features_of(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
-        encoder, encode = self.learner.encoder, self._encode
-        if labels_itself_in(self.settings, self.epoch):
-            assert self.learner.twin is not None and self.contrast.encode_by_twin is not None
-            encoder, encode = self.learner.twin, self.contrast.encode_by_twin
+        taught = labels_itself_in(self.settings, self.epoch)
+        encoder = self.learner.telling_encoder(taught)
+        encode = self.contrast.encode_by_twin if taught else self._encode
+        assert encode is not None
         size = self.size_for(self.epoch)
         return self.inference.features(encoder, encode, numbers, size, self.keeps_pooled, on_part)
 
@@ -551,9 +552,10 @@ class Training:
         progress = tensors.get("progress", torch.tensor([0, 0, 1, INFERENCE_BATCH])).tolist()
         self._random_state = [tensors[f"random.{i}"] for i in range(2) if f"random.{i}" in tensors]
         try:
-            step, self.skipped_before, parts, self.inference.batch = map(int, progress)
-            if parts < 1 or self.inference.batch < 1 or step < 0:
+            step, self.skipped_before, parts, batch = map(int, progress)
+            if parts < 1 or batch < 1 or step < 0:
                 raise ValueError(f"progress {progress}")
+            self.inference.batch = min(self.inference.batch, batch)  # smaller, where memory ran out before
             if step:
                 self.losses = tensors["losses"].reshape(-1, 3).to(self.device)
                 if not self._random_state or step > len(self.losses):

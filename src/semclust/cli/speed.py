@@ -40,7 +40,7 @@ class BenchSpeed:
     """After one to warm up."""
     baseline: bool = True
     """Run the plain script too (Pillow views in DataLoader workers, float32, eager) and, on a GPU, the same steps with
-    the images streamed."""
+    the images streamed; and reckon from all phases what a whole run would take."""
     preset: Preset = "default"
     """The settings to start from; other flags change single ones. quick and best: the default for fewer and for more
     epochs; paper: as published."""

@@ -21,6 +21,7 @@ from semclust.devices import choose_device, own_random_numbers
 from semclust.errors import DamagedFileError, InputError, plural
 from semclust.learner import Learner
 from semclust.model import in_unit_range
+from semclust.plan import labels_itself_in
 from semclust.report.pictures import Sheets, make_sheets
 from semclust.report.places import places
 from semclust.run_folder import RunFolder
@@ -149,7 +150,8 @@ def features_of_tasks(
                 parts[task].append(q[projection(task)].cpu().numpy())
         return {task: np.concatenate(part) for task, part in parts.items()}
 
-    prefix = "learner.encoder."
+    taught = labels_itself_in(settings, settings.n_epochs - 1)
+    prefix = "learner.twin." if taught else "learner.encoder."
     trained = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
     encoder.mean.copy_(trained["mean"])
     encoder.std.copy_(trained["std"])
