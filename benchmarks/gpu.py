@@ -51,7 +51,7 @@ JOBS = (
     default("fashion-mnist", 6, 0),
     default("fashion-mnist", 6, 1),
     arena("cifar10-paper", 5.5, "cifar10", "--methods", "paper", "--seeds", "1"),
-    Job("scaling", 6, None, ("benchmarks/scaling.py",)),
+    Job("scaling", 6, None, ("benchmarks/scaling.py", "OUT/scaling.json")),
     Job("speed", 4, None, ("-m", "semclust", "bench", "speed", "--out", "OUT/speed.json")),
     Job("speed-paper", 4, None, ("-m", "semclust", "bench", "speed", "--preset", "paper", "--out", "OUT/paper.json")),
     arena("fashion-mnist-others", 14, "fashion-mnist", "--methods", "k-means", "moco", "deepcluster", "--seeds", "2"),
@@ -81,6 +81,8 @@ def main() -> None:
         return
     data = {"cifar10": asked.cifar10 and str(asked.cifar10.resolve())}
     data["fashion-mnist"] = asked.fashion_mnist and f"fashion-mnist:{asked.fashion_mnist.resolve()}"
+    if asked.out.exists():
+        raise SystemExit(f"{asked.out} is there already; choose another --out.")
     asked.out.mkdir(parents=True)
     end = time.monotonic() + 60 * asked.minutes
     for job in JOBS:
