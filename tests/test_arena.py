@@ -256,7 +256,7 @@ def test_deepcluster_begins_its_head_anew_with_its_labels(alternation):
 def test_deepcluster_repeats_and_keeps_to_a_budget():
     def history(**changes):
         training = fitting.start(make_images(), tiny(tasks=("instance",), **changes), kind=DeepCluster)
-        share = fitting.keep_to_budget(training, None, lambda: 0.0)
+        share = fitting.keep_to_budget(training, None, lambda: 0.0, fitting.Watcher())
         return training.settings.epochs, [training.run_epoch(share=share(epoch))[0]["loss"] for epoch in range(2)]
 
     assert history(epochs=2) == history(epochs=2)

@@ -425,6 +425,15 @@ def test_images_that_are_all_alike_are_no_drawings(n):
     assert not augment.are_drawings(np.full((n, 5, 70, 1), 7, np.uint8))
 
 
+@pytest.mark.parametrize("channels", [1, 3, 4])
+def test_grey_may_be_stored_as_red_green_and_blue(channels):
+    digits = open_images("digits").pixels.repeat(channels, axis=3)
+    if channels == 4:
+        digits[..., 3] = 255
+    assert augment.are_grey(digits) and augment.choose_family("auto", digits) == "strokes"
+    assert not augment.are_grey(np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), np.uint8))
+
+
 def test_copies_do_not_hide_that_images_are_drawings():
     digits = open_images("digits").pixels[:400]
     assert augment.are_drawings(np.concatenate([digits, digits]))
@@ -458,7 +467,8 @@ def test_a_family_that_nobody_decided_on_is_told():
 def test_colours_are_of_photographs_whatever_they_show():
     digits = open_images("digits").pixels
     assert augment.choose_family("auto", digits) == "strokes"
-    assert augment.choose_family("auto", digits.repeat(3, axis=3)) == "natural"
+    in_red = digits * np.array([1, 0, 0], np.uint8)
+    assert augment.choose_family("auto", in_red) == "natural"
     assert augment.choose_family("none", digits) == "none"
     assert augment.choose_family(torch.flip, digits) == "strokes"
 

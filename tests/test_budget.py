@@ -181,7 +181,11 @@ def clock(monkeypatch):
 
 def test_a_fit_ends_in_time_with_its_rate_decayed(clock, tmp_path):
     run = RunFolder.create(tmp_path, "whole")
-    fitted = fitting.fit(make_images(), tiny(minutes=0.5), run=run)
+    told: list[float] = []
+    watcher = fitting.Watcher()
+    watcher.timing = told.append  # type: ignore[method-assign]
+    fitted = fitting.fit(make_images(), tiny(minutes=0.5), watcher, run=run)
+    assert told == [0.5]
     assert 0.85 * 30 <= fitted.seconds <= 1.05 * 30
     schedule, _ = run.read_schedule()
     assert len(fitted.history) == len(schedule["shares"]) == schedule["epochs"] == 28

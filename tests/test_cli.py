@@ -224,7 +224,7 @@ def test_digits_are_the_embedded_ones_even_beside_a_folder_of_that_name(here, ca
 
 def test_labels_only_add_figures(photos, finished, labels_csv, here, capsys):
     assert call("fit", photos, *FAST, "--labels", labels_csv.name) == 0
-    assert "labels were used for this line only" in capsys.readouterr().out
+    assert "the fit never saw the labels" in capsys.readouterr().out
     run = here / "runs/photos"
     assert contents(run, ["assignments.csv"]) == contents(finished, ["assignments.csv"])
     states = [RunFolder(each).read_checkpoint()[0] for each in (run, finished)]
@@ -1060,6 +1060,13 @@ def test_a_fit_says_which_views_it_learns_from(augment, words):
     assert f"batches of 16, {words}" in " ".join(text.getvalue().split())
 
 
+@pytest.mark.parametrize("minutes, words", [(1, "1 minute"), (0.5, "0.5 minutes"), (10.0, "10 minutes")])
+def test_a_fit_says_that_it_is_being_timed(minutes, words):
+    out, text = console(terminal=False)
+    Display(out).timing(minutes)
+    assert text.getvalue() == f"timing a few steps of each phase, to plan for {words}\n"
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_fit_is_shown(terminal):
     out, text = console(terminal)
@@ -1151,7 +1158,7 @@ def test_the_table_shows_the_most_certain_images_of_each_cluster():
     show_clusters(
         out, summary | {"acc": 0.5, "nmi": 0.25, "ari": 0.125}, names, np.array([0, 0, 0, 0, 1]), np.full(5, 0.5)
     )
-    assert "ACC 0.5000  NMI 0.2500  ARI 0.1250  (labels were used for this line only)" in text.getvalue()
+    assert "ACC 0.5000  NMI 0.2500  ARI 0.1250  (the fit never saw the labels)" in text.getvalue()
 
 
 def test_where_the_figures_of_a_bench_cannot_go_is_told_before_anything_is_measured(here, capsys, monkeypatch):

@@ -113,6 +113,13 @@ def test_the_config_comes_back_with_its_versions(run):
     assert run.read_config() == {"format": 3, "semclust": __version__, "data": "photos", "settings": {}}
 
 
+def test_a_model_folder_is_no_run(tmp_path):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(InputError, match="is a model folder; expected the run folder of"):
+        RunFolder.open(tmp_path)
+
+
 @pytest.mark.parametrize("number", [1, 2, "3", None])
 def test_a_config_of_another_format_is_refused(run, number):
     path = run.path / "config.json"

@@ -235,8 +235,14 @@ def choose_family(augment: str | Augmentation, pixels: np.ndarray) -> str:
     """The setting ``augment`` with auto resolved for images (N x H x W x c bytes). Of a user's own function, what auto
     would have been."""
     if not isinstance(augment, str) or augment == "auto":
-        return "strokes" if pixels.shape[3] == 1 and are_drawings(pixels) else "natural"
+        return "strokes" if are_grey(pixels) and are_drawings(pixels) else "natural"
     return augment
+
+
+def are_grey(pixels: np.ndarray) -> bool:
+    """Whether images (N x H x W x c bytes) have no colours, though they may be stored as red, green and blue."""
+    some = pixels[:: math.ceil(len(pixels) / 256), ..., :3]
+    return bool(np.ptp(some, axis=3).mean() < 1)  # of 255
 
 
 def are_drawings(pixels: np.ndarray) -> bool:

@@ -294,16 +294,16 @@ def check(settings: Settings, as_flags: bool = False) -> None:
             f"{named('over_from', settings.over_from)} with {named('over_until', settings.over_until)}: expected it to "
             "begin before it ends."
         )
-    if "over" in settings.tasks and settings.labels_itself and settings.over_from >= settings.self_label_from:
-        raise InputError(
-            f"{named('over_from', settings.over_from)} with {named('self_label_from', settings.self_label_from)}: "
-            "expected over-clusters to begin before the network labels itself, where they end."
-        )
     if settings.labels_itself and settings.self_label_from < settings.cluster_from:
         raise InputError(
             f"{named('self_label_from', settings.self_label_from)} with "
             f"{named('cluster_from', settings.cluster_from)}: expected clusters before the network labels itself; at "
             f"least {named('self_label_from', settings.cluster_from)}, or {named('self_label_from', 1)} for never."
+        )
+    if "over" in settings.tasks and settings.labels_itself and settings.over_from >= settings.self_label_from:
+        raise InputError(
+            f"{named('over_from', settings.over_from)} with {named('self_label_from', settings.self_label_from)}: "
+            "expected over-clusters to begin before the network labels itself, where they end."
         )
     if settings.learns_pairs and settings.cluster_from == 0:
         raise InputError(

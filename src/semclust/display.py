@@ -27,6 +27,9 @@ class Display(Watcher):
         self.console = console
         self.progress: Progress | None = None
 
+    def timing(self, minutes: float) -> None:
+        self.console.print(f"timing a few steps of each phase, to plan for {plural_minutes(minutes)}")
+
     def begin(self, training: Training) -> None:
         settings, (H, W, c) = training.settings, training.image_shape
         n_weights = sum(p.numel() for p in training.learner.encoder.parameters())
@@ -107,6 +110,10 @@ def figures(row: dict[str, Any]) -> str:
     return "  ".join([row["learns"], *told])
 
 
+def plural_minutes(minutes: float) -> str:
+    return "1 minute" if minutes == 1 else f"{minutes:g} minutes"
+
+
 def clock(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}"
@@ -133,7 +140,7 @@ def show_clusters(console: Console, summary: dict[str, Any], names: list[str], l
         )
     print_table(console, table)
     if "acc" in summary:
-        console.print(f"{in_words(summary)}  (labels were used for this line only)")
+        console.print(f"{in_words(summary)}  (the fit never saw the labels)")
     console.print(f"label-free score {summary['score']:.4f}")
 
 

@@ -40,6 +40,7 @@ LOWER_RATE = 1 / 3  # times the learning rate, after steps that were not finite
 class Watcher:
     """What a fit tells while it runs. The methods do nothing; a face overrides what it shows."""
 
+    def timing(self, minutes: float) -> None: ...  # before begin, where a budget of time is about to be planned for
     def begin(self, training: Training) -> None: ...
     def step(self, n_images: int) -> None: ...
     def epoch(self, row: dict[str, Any]) -> None: ...
@@ -124,7 +125,7 @@ class Fitting:
                 raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
             self.seconds_before = run.read_seconds() if begun else 0.0
         self.training = start(images, settings, self.warn, group)
-        self.share_of_steps = keep_to_budget(self.training, run, self.seconds)
+        self.share_of_steps = keep_to_budget(self.training, run, self.seconds, watcher)
         self.settings = self.training.settings
         if run is not None:
             self.go_on_from_checkpoint(run)
@@ -328,7 +329,9 @@ class Fitting:
             raise InputError(f"{path} changed while it was being fitted. Restore it and resume the run, or fit anew.")
 
 
-def keep_to_budget(training: Training, run: RunFolder | None, seconds: Callable[[], float]) -> Callable[[int], float]:
+def keep_to_budget(
+    training: Training, run: RunFolder | None, seconds: Callable[[], float], watcher: Watcher
+) -> Callable[[int], float]:
     """Plan a run for as many epochs as fit into its minutes, where it has such a budget. Returns what tells, before
     each epoch (from 0), the share of its steps to take. Of a run that goes on, what was decided before holds."""
     minutes = training.settings.minutes
@@ -341,6 +344,7 @@ def keep_to_budget(training: Training, run: RunFolder | None, seconds: Callable[
     elif run is not None and (run.checkpoint.exists() or run.previous.exists()):
         raise DamagedFileError(f"{run.path / 'schedule.json'} is missing. Restore it from a copy, or fit anew.")
     else:
+        watcher.timing(minutes)
         schedule = make_schedule(training, minutes, seconds)
     pace = Pace(schedule, training, minutes, seconds, resumed=stored is not None)
 

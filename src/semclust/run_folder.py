@@ -100,7 +100,13 @@ class RunFolder:
             )
         if not (path / "config.json").exists():
             raise InputError(f"{str(path)!r} holds no config.json, so it is not a run folder of `semclust fit`.")
-        return cls(path)
+        run = cls(path)
+        if not run.assignments.exists() and not run.model.is_dir() and (path / "model.safetensors").exists():
+            raise InputError(
+                f"{str(path)!r} is a model folder; expected the run folder of `semclust fit`, such as runs/photos. "
+                "In Python a model of its own can be changed: SemanticClusterer.load(path).merge([3, 7])"
+            )
+        return run
 
     @classmethod
     def of_job(cls, parent: Path, job: str, config: dict[str, Any], restarted: bool) -> "RunFolder | None":
@@ -135,7 +141,8 @@ class RunFolder:
         if config.get("format") != FORMAT:
             raise DamagedFileError(
                 f"{self.path / 'config.json'} has format {config.get('format')!r} (semclust "
-                f"{config.get('semclust', 'unknown')}); this version reads {FORMAT}. Resume it with that version."
+                f"{config.get('semclust', 'unknown')}); this version reads {FORMAT}. Use the one that wrote it, or fit "
+                "anew."
             )
         if (stored := self.read_schedule()) and isinstance(config.get("settings"), dict):
             epochs = stored[0].get("epochs")  # they follow from the budget of time
@@ -289,11 +296,6 @@ class RunFolder:
     def open_finished(cls, path: Path) -> "RunFolder":
         """A run whose results are there, to regroup or export them."""
         run = cls.open(path)
-        if not run.assignments.exists() and not run.model.is_dir() and (path / "model.safetensors").exists():
-            raise InputError(
-                f"{str(path)!r} is a model folder; expected the run folder of `semclust fit`, such as runs/photos. "
-                "In Python a model of its own can be changed: SemanticClusterer.load(path).merge([3, 7])"
-            )
         model_folder(path)  # tells where a run has not finished
         return run
 

@@ -98,13 +98,14 @@ def measure_speed(
         "semclust": __version__,
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
+        "threads": torch.get_num_threads(),
         "engine": str(training.engine),
         "images": n_images,
         "image_shape": [size, size, channels],
         "augment": settings.augment if isinstance(settings.augment, str) else "own",
         "view_size": list(training.learner.encoder.view_size),
         "clusters": settings.n_clusters,
-        "keys": settings.memory_size,
+        "keys": training.learner.instance_memory.keys.shape[1],
         "batch": training.batch_size,
         "backbone": getattr(training.learner.encoder.backbone, "name", "own"),
         "epochs_timed": epochs,
@@ -161,12 +162,14 @@ def in_words(figures: dict[str, Any]) -> list[str]:
     """The figures as lines for a terminal."""
     H, W, c = figures["image_shape"]
     low, high = figures["seconds_per_epoch_spread"]
+    spread = f" ({low:.3f} to {high:.3f})" if figures["epochs_timed"] > 1 else ""
     memory = "unknown" if figures["peak_memory_gib"] is None else f"{figures['peak_memory_gib']:.2f} GiB"
     lines = [
         f"{figures['images']:,} images of {H} x {W} x {c}, {figures['backbone']}, {figures['clusters']} clusters, "
-        f"batches of {figures['batch']}; {figures['device']}, {figures['engine']}",
-        f"{figures['images_per_second']:,.0f} images/s; {figures['seconds_per_epoch']:.3f} s an epoch "
-        f"({low:.3f} to {high:.3f}), {figures['seconds_per_label_refresh']:.3f} s of it to renew the labels",
+        f"batches of {figures['batch']}; {figures['device']}, {plural(figures['threads'], 'thread')}, "
+        f"{figures['engine']}",
+        f"{figures['images_per_second']:,.0f} images/s; {figures['seconds_per_epoch']:.3f} s an epoch{spread}, "
+        f"{figures['seconds_per_label_refresh']:.3f} s of it to renew the labels",
         f"{figures['tflops']:.4g} TFLOP/s, {figures['share_of_peak']:.0%} of the {figures['peak_tflops']:.4g} "
         "of a large matrix product",
         f"peak memory {memory}; first step after {figures['time_to_first_step']:.1f} s",
@@ -179,7 +182,7 @@ def in_words(figures: dict[str, Any]) -> list[str]:
             f"(an epoch that learns {phases})"
         )
         lines.append(
-            f"{figures['times_the_baseline']:.1f} times a plain script "
+            f"{figures['times_the_baseline']:.1f} times a plain script of DataLoader workers and Pillow "
             f"({figures['step_images_per_second']:,.0f} against {figures['baseline_images_per_second']:,.0f} images/s "
             "in the steps alone)"
         )

@@ -113,7 +113,7 @@ def deepcluster(images: Images, labels: np.ndarray, settings: Settings, watcher:
     """The rows of DeepCluster's epochs."""
     started = time.monotonic()
     training = fitting.start(images, settings, watcher.warn, kind=DeepCluster)
-    share_of_steps = fitting.keep_to_budget(training, None, lambda: time.monotonic() - started)
+    share_of_steps = fitting.keep_to_budget(training, None, lambda: time.monotonic() - started, watcher)
     watcher.begin(training)
     history = []
     while training.epoch < training.settings.n_epochs:
