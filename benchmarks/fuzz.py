@@ -225,7 +225,14 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     pixels = rng.integers(0, 256, (24, 16, 16, 1), np.uint8)
     images = Images(pixels, [f"{i}.png" for i in range(24)], "made")
     settings = Settings(
-        n_clusters=3, epochs=2, batch_size=12, projection_dim=4, device="cpu", backbone="resnet10", width=1
+        n_clusters=3,
+        epochs=2,
+        batch_size=12,
+        projection_dim=4,
+        device="cpu",
+        backbone="resnet10",
+        width=1,
+        augment="strokes",
     )
     run = RunFolder.create(folder, "run")
     run.write_config({"data": "x", "labels": None, "fingerprint": "0", "settings": to_json(settings)})
@@ -284,7 +291,7 @@ def make_readers(folder: Path) -> dict[str, Reader]:
         assert changed.read_seconds() >= 0
 
     def read_schedule(path: Path) -> None:
-        share_of_steps = fitting.keep_to_budget(with_budget, changed, lambda: 0.0)
+        share_of_steps = fitting.keep_to_budget(with_budget, changed, lambda: 0.0, fitting.Watcher())
         assert share_of_steps(min(2, with_budget.settings.n_epochs - 1)) > 0
 
     def read_index(path: Path) -> None:

@@ -364,3 +364,8 @@ def test_over_clusters_begin_before_the_network_labels_itself():
         check(Settings(over_from=0.9, over_until=1.0))
     for changes in (dict(over_from=0.8), dict(tasks=("cluster",)), dict(self_label_from=0.95)):
         check(Settings(**dict(over_from=0.9, over_until=1.0) | changes))
+
+
+def test_epochs_that_nobody_decided_on_are_told():
+    with pytest.raises(InputError, match="epochs=None: expected the number that was decided"):
+        Settings().n_epochs  # noqa: B018

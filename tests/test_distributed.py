@@ -300,7 +300,7 @@ def test_synchronised_batch_norm_is_that_of_the_whole_batch(case: int, ranks: li
 
 def small_predictor() -> Predictor:
     torch.manual_seed(0)
-    settings = Settings(n_clusters=3, backbone="resnet10", width=4, projection_dim=8)
+    settings = Settings(n_clusters=3, epochs=10, augment="natural", backbone="resnet10", width=4, projection_dim=8)
     return Predictor._blank(settings, (8, 8, 3), (0.0, 255.0))
 
 

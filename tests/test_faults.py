@@ -638,7 +638,7 @@ def test_labels_are_renewed_by_smaller_batches_where_memory_is_short(monkeypatch
     monkeypatch.setattr(Inference, "_by_batches", small)
     heard = Heard()
     fitted = fitting.fit(images(), settings(), heard)
-    assert sizes[:7] == [1024, 512, 256, 128, 64, 32, 16] and set(sizes[7:]) == {16}
+    assert sizes[:4] == [128, 64, 32, 16] and set(sizes[4:]) == {16}
     assert any("batches of 16" in message for message in heard.warnings)
     assert np.allclose(fitted.p, expected.p, atol=1e-4)
 
@@ -750,7 +750,7 @@ def test_a_run_of_before_there_were_checksums_is_resumed(run, unbroken):
         finish(run, Heard({5: lambda: (_ for _ in ()).throw(KeyboardInterrupt)}))
     tensors, epoch = run.read_checkpoint()
     earlier = {name: value for name, value in tensors.items() if name.startswith(("learner.", "velocity."))}
-    run.checkpoint.write_bytes(save(earlier, metadata={"about": json.dumps({"format": 2, "epoch": epoch})}))
+    run.checkpoint.write_bytes(save(earlier, metadata={"about": json.dumps({"format": 3, "epoch": epoch})}))
     run.previous.unlink()
     rows = [{name: row[name] for name in row if name != "skipped_steps"} for row in run.read_metrics()]
     run.write_metrics(metrics_csv(rows).encode())

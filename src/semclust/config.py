@@ -186,7 +186,8 @@ class Settings:
     @property
     def n_epochs(self) -> int:
         """``epochs``, once it is decided for the images (``plan.decided``)."""
-        assert self.epochs is not None
+        if self.epochs is None:  # as no finished model would have stored it
+            raise InputError("epochs=None: expected the number that was decided on for the images.")
         return self.epochs
 
     @property
