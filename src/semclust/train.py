@@ -430,7 +430,7 @@ class Training:
 
     def starts_self_labels(self, epoch: int) -> bool:
         """Whether the network learns from its own labels from the epoch ``epoch`` (from 0) on."""
-        return labels_itself_in(self.settings, epoch) and epoch == plan_clusters(self.settings)[1]
+        return epoch == plan_clusters(self.settings)[1] < self.settings.n_epochs
 
     def _start_self_labels(self) -> None:
         """From features at the size that images are looked at from now on. Nothing interrupts it: until its end the

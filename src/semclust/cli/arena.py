@@ -132,13 +132,14 @@ def planned(
         changes: dict[str, Any] = dict(method.changes)
         if n_clusters is not None:
             changes["n_clusters"] = n_clusters
+        settings = dataclasses.replace(start, **changes)
+        check(settings, as_flags=True)
+        # With the number of epochs: another device may have another, and the runs of both are not to be mixed.
+        settings = decided(settings, pixels, choose_device(settings.device))
         for seed in range(command.seeds):
             number = (start.random_state or 0) + seed
-            settings = dataclasses.replace(start, **changes, random_state=number)
-            check(settings, as_flags=True)
-            # With the number of epochs: another device may have another, and the runs of both are not to be mixed.
-            settings = decided(settings, pixels, choose_device(settings.device))
-            runs.append(Run(f"{name}-seed{number}", method, settings))
+            seeded = dataclasses.replace(settings, random_state=number)
+            runs.append(Run(f"{name}-seed{number}", method, seeded))
     return runs
 
 
