@@ -905,8 +905,14 @@ def test_where_a_table_cannot_be_written_nothing_changes(run, monkeypatch, capsy
 def test_an_outdated_report_is_told(run, capsys):
     (run / "report.html").unlink(missing_ok=True)
     assert call("merge", run, 0, 1) == 0 and "report.html" not in capsys.readouterr().out
-    (run / "report.html").touch()
-    assert call("undo", run) == 0 and f"semclust report {run}" in capsys.readouterr().out
+    renew = f"semclust report {run}"
+    assert call("report", run) == 0 and "Label-free score of the fit" in (run / "report.html").read_text()
+    capsys.readouterr()
+    assert call("rename", run, 0, "ships") == 0 and renew in capsys.readouterr().out
+    assert call("undo", run) == 0 and renew not in capsys.readouterr().out  # it shows what there is again
+    assert call("undo", run) == 0 and renew in capsys.readouterr().out
+    (run / "report.html").write_text("of an earlier version")
+    assert call("merge", run, 0, 1) == 0 and renew in capsys.readouterr().out
 
 
 # ---- sorted folders, embeddings, Parquet, ONNX ---------------------------------------------------------

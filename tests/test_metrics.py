@@ -115,9 +115,22 @@ def test_health_against_direct_computation(N, C):
         "sure": 0.75,
         "smallest": pytest.approx(min(sizes) / N),
         "largest": pytest.approx(max(sizes) / N),
-        "score": pytest.approx(row["agreement"] * evenness(sizes)),
+        "view_agreement": pytest.approx(math.nan, nan_ok=True),
+        "score": pytest.approx(math.nan, nan_ok=True),
         "sizes": " ".join(str(size) for size in sizes),
     }
+
+
+@pytest.mark.parametrize("N, C", [(40, 3), (7, 5), (1, 2)])
+def test_agreement_across_views_against_direct_computation(N, C):
+    p, p_view = random_assignments(N, C, 0), random_assignments(N, C, 1)
+    some = torch.arange(0, N, 2)
+    row = metrics.across_views(p, some, p_view[some])
+    assert set(row) < set(metrics.HEALTH)
+    chances = [sum(p[i, j].item() * p_view[i, j].item() for j in range(C)) for i in some.tolist()]
+    assert row["view_agreement"] == pytest.approx(sum(chances) / len(chances))
+    sizes = [naive.most_likely(p.tolist()).count(j) for j in range(C)]
+    assert row["score"] == pytest.approx(row["view_agreement"] * evenness(sizes))
 
 
 def test_spread_is_the_variance_of_the_features():
@@ -147,11 +160,15 @@ def test_score_of_the_extremes(C):
 
 
 def test_score_of_assignments():
-    sure, unsure = torch.eye(4).repeat(5, 1), torch.full((20, 4), 1 / 4)
-    memory = sure.argmax(1)
-    assert health(sure, memory, 0, 1)["score"] == pytest.approx(1)
-    assert health(sure, (memory + 1) % 4, 0, 1)["score"] == 0  # the memory says otherwise
-    assert health(unsure, unsure.argmax(1), 0, 0)["score"] == pytest.approx(0, abs=1e-9)  # all fall to one cluster
+    sure, unsure, all_images = torch.eye(4).repeat(5, 1), torch.full((20, 4), 1 / 4), torch.arange(20)
+
+    def score(p, p_view):
+        return metrics.across_views(p, all_images, p_view)["score"]
+
+    assert score(sure, sure) == pytest.approx(1)
+    assert score(sure, sure.roll(1, 1)) == 0  # all views are of other clusters than their images
+    assert score(sure, unsure) == pytest.approx(1 / 4)
+    assert score(unsure, unsure) == pytest.approx(0, abs=1e-9)  # all fall to one cluster
 
 
 def test_the_best_epoch_is_the_one_of_the_highest_score():

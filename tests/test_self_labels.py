@@ -60,12 +60,31 @@ def test_probabilities_are_evened_out_by_the_shares_of_the_clusters():
     assert core.self_label_loss(logits, p, torch.full((2,), 0.5), 0.95).tolist() == pytest.approx([math.log(2), 0])
 
 
+@pytest.mark.parametrize("N, C", [(500, 4), (60, 2), (300, 20)])
+def test_shares_even_clusters_out_to_one_size(N, C):
+    generator = torch.Generator().manual_seed(N)
+    size = torch.linspace(-1, 1, C)  # the last is about e^2 times as large as the first
+    p = (2 * torch.randn(N, C, generator=generator) + size).softmax(1)
+    assert (p.mean(0) * C - 1).abs().max() > 0.3
+    share = core.even_share(p)
+    assert_close(core.evened_out(p, share).mean(0), torch.full((C,), 1 / C), rtol=1e-3, atol=0)
+    assert share[-1] > share[0] and share.sum() == pytest.approx(1)
+
+
+def test_of_even_clusters_all_shares_are_the_same():
+    p = torch.eye(3).repeat(5, 1) * 0.85 + 0.05
+    assert_close(core.even_share(p), torch.full((3,), 1 / 3))
+    assert_close(core.evened_out(p, core.even_share(p)), p)
+
+
 def test_an_empty_cluster_is_favoured_tenfold_at_most():
-    p = torch.tensor([[0.9, 0.1], [0.999, 0.001]])
-    share = torch.tensor([1.0, 0.0])
-    logits = torch.tensor([[3.0, 0.0], [3.0, 0.0]])
-    second, first = core.self_label_loss(logits, p, share, 0.5).tolist()  # 0.1 / 0.05 > 0.9, but 0.001 / 0.05 < 0.999
-    assert second == pytest.approx(3 + math.log1p(math.exp(-3))) and first == pytest.approx(math.log1p(math.exp(-3)))
+    """One that hardly an image could belong to stays small."""
+    p = torch.tensor([[0.9, 0.1 - 1e-6, 1e-6], [0.1 - 1e-6, 0.9, 1e-6]]).repeat(20, 1)
+    share = core.even_share(p)
+    assert share[2] == pytest.approx(0.1 / 3) and share[0] == pytest.approx(share[1]) and share[0] > 0.45
+    assert core.evened_out(p, share)[:, 2].max() < 1e-4
+    alone = core.even_share(torch.eye(3)[:1].expand(10, 3))  # all images sure of one cluster
+    assert alone.tolist() == pytest.approx([1, 0.1 / 3, 0.1 / 3])
 
 
 def test_all_is_learned_or_nothing_at_the_ends_of_confidence():
@@ -261,7 +280,8 @@ def test_a_users_own_views_serve_as_strong_ones():
         return x.flip(-1)
 
     fitting.fit(make_images(), tiny(epochs=5, augment=own))
-    assert len(seen) == 4 * 3 * 2 + 3  # two views in each step of four epochs, one in each of the last
+    # Two views in each step of four epochs, one in each of the last; and for the score of each epoch with clusters.
+    assert len(seen) == 4 * 3 * 2 + 3 + 3
 
 
 def test_a_users_own_views_may_be_smaller_than_the_image():
@@ -273,14 +293,19 @@ def test_a_users_own_views_may_be_smaller_than_the_image():
 
 
 @pytest.mark.parametrize("balance", [0.0, 5.0])
-def test_shares_are_the_mean_of_the_probabilities_where_even_clusters_are_wanted(balance):
+def test_shares_even_the_probabilities_out_where_even_clusters_are_wanted(balance):
     training = about_to_label_itself(balance=balance)
+    cluster, under = (training.learner.tasks[name] for name in ("cluster", "under"))
+
+    def assert_shares(p):
+        assert_close(cluster.share, core.even_share(p) if balance else torch.full((4,), 0.25))
+        of_under = under.teacher(F.normalize(training.features()[0], dim=1)).softmax(1)
+        assert_close(under.share, core.even_share(of_under.detach()) if balance else torch.full((2,), 0.5))
+
+    whole_images = cluster.teacher(F.normalize(training.features()[0], dim=1)).softmax(1)
+    assert_shares(whole_images.detach())  # from the first step on, by what teaches then
     for _ in range(2):
-        _, p = training.run_epoch()
-        cluster, under = (training.learner.tasks[name] for name in ("cluster", "under"))
-        assert_close(cluster.share, p.mean(0) if balance else torch.full((4,), 0.25))
-        of_under = under.teacher(F.normalize(training.features()[0], dim=1)).softmax(1).mean(0)
-        assert_close(under.share, of_under.detach() if balance else torch.full((2,), 0.5))
+        assert_shares(training.run_epoch()[1])
 
 
 def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
@@ -290,10 +315,10 @@ def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
     training = fitting.start(images, settings)
     sizes, looks, by_inference = [], [], training.inference.features
 
-    def features(encoder, encode, numbers, size, *rest):
-        sizes.append(size)
+    def features(encoder, encode, numbers, look, *rest):
+        sizes.append(tuple(look(torch.zeros(1, 3, 16, 16, dtype=torch.uint8)).shape[2:]))
         looks.append(encoder)
-        return by_inference(encoder, encode, numbers, size, *rest)
+        return by_inference(encoder, encode, numbers, look, *rest)
 
     training.inference.features = features
     for epoch in range(1, 11):
@@ -308,8 +333,9 @@ def test_the_classifier_learns_its_labels_anew_at_the_size_of_whole_images():
                 assert same_weights(anew, task.classifier) and same_weights(anew, task.teacher)
                 keys = {tuple(key) for key in task.memory.keys.flatten(0, 1).tolist()}
                 assert len(keys & {tuple(row) for row in q[task.projection].tolist()}) > 20
-    assert sizes == [(8, 8)] * 7 + [(16, 16)] * 4  # once more for the start
-    assert looks == [training.learner.encoder] * 7 + [training.learner.twin] * 4
+    # From the end of the fourth epoch on also at views, for the score; once more for the start of own labels.
+    assert sizes == [(8, 8)] * (3 + 2 * 4) + [(16, 16)] * (1 + 2 * 3)
+    assert looks == [training.learner.encoder] * (3 + 2 * 4) + [training.learner.twin] * (1 + 2 * 3)
     assert training.size_for(6) == (8, 8) and training.size_for(7) == training.size_for(10) == (16, 16)
 
 

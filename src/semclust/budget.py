@@ -182,6 +182,8 @@ def measure(training: Training) -> Schedule:
                 training.epoch = epoch + 1
                 to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
                 renewal["; ".join(kind)] = to_features[size] + to_renew
+                if training.scores_clusters(epoch + 1):
+                    renewal["; ".join(kind)] += usual_seconds(training._features_of_views, training)
                 if training.starts_self_labels(epoch + 1):
                     renewal["; ".join(kind)] += usual_seconds(training._start_self_labels, training)
             else:

@@ -26,6 +26,9 @@ def bank_size(K: int, C: int) -> int:
     return max(1, K // max(1, C - 1))
 
 
+EVEN_ROUNDS, LEAST_SHARE = 100, 0.1  # of Sinkhorn, and of the fair size of a cluster
+
+
 class SemanticMemory(nn.Module):
     """C first-in-first-out banks M_1 ... M_C of momentum keys, one for each cluster.
 
@@ -182,10 +185,24 @@ def self_label_loss(logits: Tensor, p: Tensor, share: Tensor, confidence: float)
 
 
 def evened_out(p: Tensor, share: Tensor) -> Tensor:
-    """Probabilities p (n x C) as they would be if all clusters were of one size. ``share`` (C) is what part of all
-    images each has; one that is nearly empty counts as a tenth of its fair size."""
-    even = p / share.clamp(min=0.1 / len(share))
+    """Probabilities p (n x C) as they would be if all clusters were of one size: each cluster's divided by its
+    ``share`` (C)."""
+    even = p / share
     return even / even.sum(1, keepdim=True)
+
+
+def even_share(p: Tensor) -> Tensor:
+    """The share of each cluster (C) by which p (N x C) is ``evened_out``, so that the probabilities of each sum
+    to N / C; after Sinkhorn. None is under a tenth of its fair size, which leaves a cluster small that hardly an image
+    could belong to.
+
+    To divide once by the mean of p is not enough: where p is sure, clusters that are too large stay so."""
+    N, C = p.shape
+    share = torch.full_like(p[0], 1 / C)
+    for _ in range(EVEN_ROUNDS):
+        share = p.T @ (p @ share.reciprocal()).reciprocal() * (C / N)
+        share = (share / share.sum()).clamp(min=LEAST_SHARE / C)
+    return share
 
 
 def overall_loss(l_id: Tensor, l_cd: Tensor, alpha: float = 1.0, beta: float = 1.0) -> Tensor:

@@ -8,6 +8,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from semclust.budget import FEWEST_EPOCHS
 from semclust.errors import plural
 from semclust.fitting import Watcher
 from semclust.groups import Groups
@@ -41,6 +42,12 @@ class Display(Watcher):
             f"{plural(settings.n_epochs, 'epoch')} of batches of {training.batch_size}, "
             f"{VIEWS[settings.augment] if isinstance(settings.augment, str) else 'views of your own'}"
         )
+        if settings.n_epochs < FEWEST_EPOCHS and settings.cluster_from > 0:
+            self.console.print(
+                f"so few epochs are for a try only: {FEWEST_EPOCHS} are the fewest that leave one or two for each "
+                "phase, and the default has many more",
+                soft_wrap=True,
+            )
         if training.device.type != "cpu":
             self.console.print(f"{training.images}, {training.engine}")
         if training.epoch == settings.n_epochs:

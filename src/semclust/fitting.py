@@ -26,7 +26,7 @@ from semclust.errors import DamagedFileError, InputError, NotFiniteError, Stoppe
 from semclust.plan import check_shares, decided
 from semclust.predictor import BATCH, Predictor
 from semclust.run_folder import RunFolder, metrics_csv
-from semclust.signals import StopSignals
+from semclust.signals import StopSignals, ended_by_sigterm
 from semclust.storage import on_host
 from semclust.train import Training
 
@@ -125,7 +125,9 @@ class Fitting:
                 raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
             self.seconds_before = run.read_seconds() if begun else 0.0
         self.training = start(images, settings, self.warn, group)
-        self.share_of_steps = keep_to_budget(self.training, run, self.seconds, watcher)
+        told = "Stopped by SIGTERM while steps were timed; nothing has been learned yet."
+        with ended_by_sigterm(told) if run is not None else contextlib.nullcontext():
+            self.share_of_steps = keep_to_budget(self.training, run, self.seconds, watcher)
         self.settings = self.training.settings
         if run is not None:
             self.go_on_from_checkpoint(run)

@@ -7,6 +7,8 @@ of the fit, the others disappear, and none is renumbered. So a command means the
 Shapes: N images, C clusters of the fit, R of them that remain, d representation.
 """
 
+import hashlib
+import json
 import operator
 import unicodedata
 from collections.abc import Sequence
@@ -57,6 +59,11 @@ class Groups:
     def ids(self) -> list[int]:
         """The clusters that remain, in order."""
         return np.unique(self.of).tolist()
+
+    @property
+    def fingerprint(self) -> str:
+        """The same for the same steps, and for no others."""
+        return hashlib.sha256(json.dumps(self.steps).encode()).hexdigest()
 
     def title(self, cluster: int) -> str:
         """Id and, where there is one, name."""

@@ -1,4 +1,4 @@
-"""The network as it is over many images, without augmentation: their features, by which labels are renewed.
+"""The network as it is over many images: their features, by which labels are renewed.
 
 Shapes: N images, D pooled feature, d representation.
 """
@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from semclust.augment import resized
 from semclust.errors import plural
 from semclust.loader import ImageLoader
-from semclust.model import Encoder, in_unit_range
+from semclust.model import Encoder
 
 INFERENCE_BATCH = 1024  # images at once, where the device has memory enough
 CPU_BATCH = 128  # on a CPU: what passes from layer to layer then lies in its caches, which is 1.3 times as fast
@@ -43,19 +42,20 @@ class Inference:
         encoder: Encoder,
         encode: Callable[[Tensor], Any],
         numbers: Tensor,
-        size: tuple[int, int],
+        look: Callable[[Tensor], Tensor],
         pooled: bool,
         on_part: Callable[[], None],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """h (N x D) and q of each projection (N x d) of the images ``numbers``, resized to ``size``. Without
-        ``pooled``, h has no columns: it would take four times the memory of q.
+        """h (N x D) and q of each projection (N x d) of the images ``numbers``. Without ``pooled``, h has
+        no columns: it would take four times the memory of q.
 
         encode: the encoder as steps call it.
+        look: from images as bytes to what the encoder sees of them, all of one size.
         on_part: called after each batch; an exception that is raised there changes nothing."""
         while True:
             try:
                 fastest = encoder.eval().folded() or encode
-                return self._by_batches(fastest, numbers, size, pooled, on_part)
+                return self._by_batches(fastest, numbers, look, pooled, on_part)
             except torch.OutOfMemoryError:
                 if self.batch == 1:
                     raise
@@ -70,7 +70,7 @@ class Inference:
         self,
         encode: Callable[[Tensor], Any],
         numbers: Tensor,
-        size: tuple[int, int],
+        look: Callable[[Tensor], Tensor],
         pooled: bool,
         on_part: Callable[[], None],
     ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -78,7 +78,7 @@ class Inference:
         done = 0
         for part in self._in_even_batches(numbers):
             with self.precision:
-                h, q = encode(resized(in_unit_range(part), size))
+                h, q = encode(look(part))
             found = [h if pooled else h[:, :0], *q.values()]
             wholes = wholes or [x.new_empty(len(numbers), x.shape[1]) for x in found]
             for whole, x in zip(wholes, found, strict=True):

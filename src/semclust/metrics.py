@@ -51,7 +51,7 @@ def in_words(figures: dict[str, Any]) -> str:
 
 
 def health(p: Tensor, y_memory: Tensor, churn: float, sure: float) -> dict[str, Any]:
-    """Figures of one clustering that need no label; the names are ``HEALTH``.
+    """Figures of one clustering that need no label; the names are ``HEALTH``. Without a score, see ``across_views``.
 
     p: N x C probabilities of the classifier; y_memory: N labels by the memory; churn and sure: as they are told.
     """
@@ -67,12 +67,33 @@ def health(p: Tensor, y_memory: Tensor, churn: float, sure: float) -> dict[str, 
         "sure": sure,  # share of images that are sure enough to be learned from where the network labels itself
         "smallest": sizes.min().item() / N,
         "largest": sizes.max().item() / N,
-        "score": label_free_score(agreement, sizes),
+        "view_agreement": math.nan,
+        "score": math.nan,
         "sizes": " ".join(map(str, sizes.tolist())),
     }
 
 
-HEALTH = ("clusters", "churn", "agreement", "confidence", "sure", "smallest", "largest", "score", "sizes")
+HEALTH = (
+    "clusters",
+    "churn",
+    "agreement",
+    "confidence",
+    "sure",
+    "smallest",
+    "largest",
+    "view_agreement",
+    "score",
+    "sizes",
+)
+
+
+def across_views(p: Tensor, some: Tensor, p_view: Tensor) -> dict[str, float]:
+    """The rest of ``HEALTH``, for clusters that are the result: how far the classifier says the same of changed images.
+
+    p: N x C probabilities of all images; p_view: those of views of the images ``some``."""
+    agreement = (p[some] * p_view).sum(1).mean().item()  # the chance that image and view are in one cluster
+    sizes = p.argmax(1).bincount(minlength=p.shape[1]).cpu()
+    return {"view_agreement": agreement, "score": label_free_score(agreement, sizes)}
 
 
 def health_of_features(q: Tensor) -> dict[str, Any]:
@@ -122,8 +143,8 @@ def complaints(row: dict[str, Any], settings: Settings, rate: float) -> dict[str
 
 
 def label_free_score(agreement: float, sizes: Tensor) -> float:
-    """How far a clustering can be trusted without labels, 0 to 1: agreement of classifier and memory,
-    times the evenness of the cluster sizes (their entropy), without which one giant cluster would win."""
+    """How far a clustering can be trusted without labels, 0 to 1: agreement across views, times the evenness of the
+    cluster sizes (their entropy), without which one giant cluster would win."""
     share = sizes.double() / sizes.sum()
     entropy = -(share * share.clamp(min=1e-12).log()).sum().item()
     return agreement * entropy / math.log(len(sizes))

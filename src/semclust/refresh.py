@@ -46,14 +46,18 @@ def renew_labels(
             task.s.fill_(1)
         if name in ("cluster", told) or task.teacher is not None:
             p[name] = classifier(seen).softmax(1)
-        if task.teacher is not None and settings.balance > 0:
-            task.share.copy_(p[name].mean(0))
+        if task.teacher is not None:
+            even_out(task, settings, p[name])
         if name == told:
             sure = share_sure(task, settings, p[name])
             figures = metrics.health(p[name], memory_labels(task, q_task, settings.temperature), churn, sure)
-    if told == "over":
-        figures["score"] = math.nan  # these clusters are not the result, by which to choose an epoch
     return {"spread": metrics.spread(q[tasks["cluster"].projection])} | figures, p["cluster"]
+
+
+def even_out(task: ClusterTask, settings: Settings, p: Tensor) -> None:
+    """From the probabilities p of all images (N x C), learn what evens them out, where even clusters are wanted."""
+    if settings.balance > 0:
+        task.share.copy_(core.even_share(p))
 
 
 def share_sure(task: ClusterTask, settings: Settings, p: Tensor) -> float:
@@ -112,9 +116,11 @@ def start_self_labels(learner: Learner, settings: Settings, h: Tensor, q: dict[s
     for task in learner.tasks.values():
         if task.teacher is not None:
             q_task = q[task.projection]
-            task.classifier.start_from(classifier_input(h, q_task, settings.classifier_input == "pooled"), task.y)
+            seen = classifier_input(h, q_task, settings.classifier_input == "pooled")
+            task.classifier.start_from(seen, task.y)
             fill(task, q_task, task.y)
             follow(task.teacher, task.classifier, 0.0)
+            even_out(task, settings, task.teacher(seen).softmax(1))
 
 
 def renewed(learner: Learner, settings: Settings, epoch: int) -> list[Tensor]:

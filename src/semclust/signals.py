@@ -1,15 +1,37 @@
 """SIGINT and SIGTERM while a fit runs: they are noted, so that it can end where nothing is lost."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 from semclust.distributed import ALONE, Group
+from semclust.errors import StoppedError
 
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it, and cannot bring it back where a second Ctrl-C ends the process
+
+
+@contextlib.contextmanager
+def ended_by_sigterm(message: str) -> Iterator[None]:
+    """While there is nothing yet that would be lost: SIGTERM raises StoppedError with the message, as Ctrl-C raises
+    KeyboardInterrupt. In other threads than the main one, and where it is ignored, all stays as it is."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedError(message, 128 + number)
+
+    main = threading.current_thread() is threading.main_thread()
+    if not main or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class StopSignals:

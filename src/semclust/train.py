@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from semclust import core, metrics
-from semclust.augment import Augmentation, RandomView, view_size, weak_and_strong
+from semclust.augment import Augmentation, RandomView, resized, view_size, weak_and_strong
 from semclust.config import Settings
 from semclust.contrast import Contrast
 from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
@@ -34,7 +34,7 @@ from semclust.inference import INFERENCE_BATCH, Inference
 from semclust.learner import Learner
 from semclust.loader import choose_loader
 from semclust.losses import sample_losses, shares_of_batch
-from semclust.model import channels_last, in_unit_range
+from semclust.model import channels_last, classifier_input, in_unit_range
 from semclust.plan import (
     Phase,
     decided,
@@ -52,6 +52,7 @@ from semclust.storage import load_into
 SGD_MOMENTUM = 0.9
 PLAIN_IMAGES_A_SECOND = 8_000  # of a GPU without compiling, about: how far a budget of time reaches
 SKIPPED_IN_A_ROW = 3  # steps that were not finite, after which a run does not go on as it is
+SCORED_IMAGES = 4096  # at most, whose views tell how far an epoch's clusters can be trusted
 SOME_IMAGES = 512  # about, of which features tell how the network is doing while they are needed for nothing else
 LOOK_EVERY = 100  # steps, for such: to look is to wait for the device
 
@@ -166,12 +167,15 @@ class Training:
             self._agree()
             renews = self.renews_labels(self.epoch + 1)
             h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0))
+            of_views = self._features_of_views() if self.scores_clusters(self.epoch + 1) else None
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.skipped_before = self._skipped_steps()[1]  # only now: until here the steps may be counted once more
             self.epoch, self.step = self.epoch + 1, 0
             figures, p = self._renew_labels_of_all(h, q) if renews else (self._figures_of_some(q), h[:0])
             del h, q
+            if of_views is not None:
+                figures |= self._across_views(p, *of_views)
             if self.starts_self_labels(self.epoch):
                 self._start_self_labels()
         return row | figures, p
@@ -451,9 +455,23 @@ class Training:
         """Whether anything learns from labels after ``epoch`` epochs, or would: then they come from all images."""
         return self.settings.instance_alone or any(task.plan.learns_in(epoch) for task in self.learner.tasks.values())
 
+    def scores_clusters(self, epoch: int) -> bool:
+        """Whether there are clusters after ``epoch`` epochs that are the result so far, by which to choose an epoch."""
+        return self.settings.instance_alone or self.learner.tasks["cluster"].plan.learns_in(epoch)
+
+    @torch.no_grad()
+    def _across_views(self, p: Tensor, h: Tensor, q: dict[str, Tensor]) -> dict[str, float]:
+        """How far the clusters of the epoch that has ended (p, N x C) are those of ``_features_of_views``."""
+        task = self.learner.tasks["cluster"]
+        classifier = task.telling_classifier(labels_itself_in(self.settings, self.epoch - 1))
+        pooled = self.settings.classifier_input == "pooled"
+        p_view = classifier(classifier_input(h, q[task.projection], pooled)).softmax(1)
+        some = self._some_images(SCORED_IMAGES)
+        return self.group.from_first(lambda: metrics.across_views(p, some, p_view))
+
     def _figures_of_some(self, q: dict[str, Tensor]) -> dict[str, Any]:
         """The figures of an epoch after which no labels are renewed, by ``features_of_some``."""
-        some = self.group.gather(q[self.learner.tasks["cluster"].projection], len(self._some_images()))
+        some = self.group.gather(q[self.learner.tasks["cluster"].projection], len(self._some_images(SOME_IMAGES)))
         return metrics.health_of_features(some)
 
     @property
@@ -468,23 +486,40 @@ class Training:
     def features(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
         """h and q of this rank's part of all images, by what tells the clusters in the current epoch, the encoder or
         its twin, at the size for it; see ``Inference.features``."""
-        return self._features_of(torch.arange(*self.group.bounds(self.n_images), device=self.device), on_part)
+        numbers = torch.arange(*self.group.bounds(self.n_images), device=self.device)
+        return self._features_of(numbers, self._whole, on_part)
 
     def features_of_some(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
         """The same of this rank's part of ``_some_images``."""
-        return self._features_of(self.group.part(self._some_images()), on_part)
+        return self._features_of(self.group.part(self._some_images(SOME_IMAGES)), self._whole, on_part)
 
-    def _some_images(self) -> Tensor:
-        """The numbers of a few images, which are spread over all."""
-        return torch.arange(0, self.n_images, math.ceil(self.n_images / SOME_IMAGES), device=self.device)
+    def _features_of_views(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same of views of ``SCORED_IMAGES``, on the first rank: the same views in every epoch, and of every run,
+        so that these differ in nothing else. Nothing interrupts it: other random numbers than the epoch's are drawn."""
+        with own_random_numbers(0, 0, self.device):
+            some = self._some_images(SCORED_IMAGES) if self.group.first else self._some_images(1)
+            return self._features_of(some, self._changed, lambda: None)
 
-    def _features_of(self, numbers: Tensor, on_part: Callable[[], None]) -> tuple[Tensor, dict[str, Tensor]]:
+    def _some_images(self, n: int) -> Tensor:
+        """The numbers of n images or fewer, which are spread over all."""
+        return torch.arange(0, self.n_images, math.ceil(self.n_images / n), device=self.device)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        """Images (n x c x H x W bytes) as they are looked at in the current epoch."""
+        return resized(in_unit_range(x), self.size_for(self.epoch))
+
+    def _changed(self, x: Tensor) -> Tensor:
+        """The same of a random view of each."""
+        return resized(self.augmentation(in_unit_range(x)), self.size_for(self.epoch))
+
+    def _features_of(
+        self, numbers: Tensor, look: Callable[[Tensor], Tensor], on_part: Callable[[], None]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         taught = labels_itself_in(self.settings, self.epoch)
         encoder = self.learner.telling_encoder(taught)
         encode = self.contrast.encode_by_twin if taught else self._encode
         assert encode is not None
-        size = self.size_for(self.epoch)
-        return self.inference.features(encoder, encode, numbers, size, self.keeps_pooled, on_part)
+        return self.inference.features(encoder, encode, numbers, look, self.keeps_pooled, on_part)
 
     def size_for(self, epoch: int) -> tuple[int, int]:
         """Height and width of the views that the epoch ``epoch`` (from 0) learns from: images without augmentation are

@@ -62,6 +62,9 @@ class DeepCluster(Training):
     def kind_of_epoch(self, epoch: int) -> tuple[str, str]:
         return "pseudo classes", ""
 
+    def scores_clusters(self, epoch: int) -> bool:
+        return False  # its clusters come from a k-means of their own, not from a classifier that could see views
+
     def _order(self) -> Tensor:
         n_batches, n = super()._order().shape
         size = torch.bincount(self.pseudo, minlength=self.n_pseudo)

@@ -59,6 +59,7 @@ class Undo:
 def run(command: Merge | Rename | Reduce | Undo, console: "Console") -> None:
     from semclust.display import printable, show_groups
     from semclust.groups import Groups
+    from semclust.report import shows
     from semclust.run_folder import RunFolder
 
     run = RunFolder.open_finished(command.run)
@@ -68,7 +69,7 @@ def run(command: Merge | Rename | Reduce | Undo, console: "Console") -> None:
     show_groups(console, groups, sizes)
     undo = f"; to take it back: {own_name()} undo {run.path}" if not isinstance(command, Undo) else ""
     console.print(printable(f"{said}{undo}"), markup=False, highlight=False, soft_wrap=True)
-    if (run.path / "report.html").exists():
+    if (run.path / "report.html").exists() and not shows(run, groups):
         told = f"report.html still shows the clusters as they were; renew it: {own_name()} report {run.path}"
         console.print(printable(told), markup=False, highlight=False, soft_wrap=True)
 

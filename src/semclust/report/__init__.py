@@ -21,6 +21,7 @@ from semclust.assignments import Assignments, read_assignments
 from semclust.config import Settings
 from semclust.data import Images, open_images
 from semclust.errors import InputError, SemclustError
+from semclust.groups import Groups
 from semclust.report.content import collect, read_settings
 from semclust.report.kept import FILE, Kept, add_pictures, choose_gallery, keep, read_kept, write_kept
 from semclust.report.page import GENERATOR, render
@@ -28,7 +29,7 @@ from semclust.run_folder import RunFolder, fingerprint
 from semclust.storage import check_new_file, write_whole
 from semclust.truth import read_labels
 
-__all__ = ["write_report"]
+__all__ = ["shows", "write_report"]
 
 
 def write_report(run_folder: str | Path, out: str | Path | None = None, images: Images | None = None) -> Path:
@@ -86,8 +87,18 @@ def check_place(run: RunFolder, out: Path | None) -> Path:
     """Where to write; an InputError where something else would be lost."""
     if out is None:
         page = run.path / "report.html"
-        if page.exists() and GENERATOR.encode() not in page.read_bytes()[:2000]:
+        if page.exists() and GENERATOR not in head_of(page):
             raise InputError(f"{str(page)!r} was not written by semclust and is not overwritten; choose an --out.")
         return page
     check_new_file(out)
     return out
+
+
+def shows(run: RunFolder, groups: Groups) -> bool:
+    """Whether report.html shows the clusters of the run as they are: after a step that was taken back, it may."""
+    return f'<meta name="clusters" content="{groups.fingerprint}">' in head_of(run.path / "report.html")
+
+
+def head_of(page: Path) -> str:
+    with open(page, "rb") as file:
+        return file.read(2000).decode(errors="replace")

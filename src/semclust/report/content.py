@@ -96,6 +96,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "n_clusters": len(ids),
         "n_empty": int((sizes[ids] == 0).sum()),
         "largest": float(sizes.max() / len(names)),
+        "groups": groups.fingerprint,
         "merged_from": len(groups.of) if len(ids) < len(groups.of) else None,
         "skipped": read_skipped(run.path / "skipped.csv"),
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},

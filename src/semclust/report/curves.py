@@ -13,7 +13,8 @@ CURVES = (
         (0, 1),
         (
             ("score", "score"),
-            ("agreement", "agreement"),
+            ("view_agreement", "agreement across views"),
+            ("agreement", "agreement with the memory"),
             ("confidence", "confidence"),
             ("sure", "sure enough to learn from"),
             ("spread", "spread"),
