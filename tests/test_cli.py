@@ -1066,6 +1066,14 @@ def test_a_fit_says_which_views_it_learns_from(augment, words):
     assert f"batches of 16, {words}" in " ".join(text.getvalue().split())
 
 
+@pytest.mark.parametrize("epochs, changes, told", [(9, {}, True), (10, {}, False), (2, {"cluster_from": 0.0}, False)])
+def test_so_few_epochs_that_they_are_a_try_are_told(epochs, changes, told):
+    out, text = console(terminal=False)
+    changes = {"neighbours": 0} | changes
+    Display(out).begin(fitting.start(make_images(48), tiny(epochs=epochs, **changes)))
+    assert ("10 are the fewest" in text.getvalue()) == told
+
+
 @pytest.mark.parametrize("minutes, words", [(1, "1 minute"), (0.5, "0.5 minutes"), (10.0, "10 minutes")])
 def test_a_fit_says_that_it_is_being_timed(minutes, words):
     out, text = console(terminal=False)

@@ -483,7 +483,7 @@ def test_an_augmentation_of_ones_own(tmp_path):
         return x.flip(3)
 
     model = small(epochs=1, augment=mirror).fit(grey())
-    assert set(calls) == {torch.Size([20, 1, 8, 8])}
+    assert {shape[1:] for shape in calls} == {(1, 8, 8)}
     model.save(tmp_path)
     assert "mirror" in json.loads((tmp_path / "config.json").read_text())["settings"]["augment"]
 

@@ -24,7 +24,7 @@ import torch
 from safetensors.torch import save
 
 from conftest import RESULTS, TinyBackbone, make_images, save_images, tiny
-from semclust import fitting, storage
+from semclust import budget, fitting, storage
 from semclust.cli import main
 from semclust.data import open_images
 from semclust.display import Display
@@ -206,6 +206,23 @@ def finished(number: int) -> bool:
 
 
 # ---- asked to stop -----------------------------------------------------------------------------------
+
+
+def test_sigterm_while_steps_are_timed_is_told_and_leaves_a_run_to_begin_anew(run, monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    measure = budget.measure
+
+    def disturbed(training):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return measure(training)
+
+    monkeypatch.setattr(budget, "measure", disturbed)
+    with pytest.raises(StoppedError, match="SIGTERM while steps were timed; nothing has been learned") as stopped:
+        finish(run, minutes=0.2)
+    assert stopped.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
+    assert not run.checkpoint.exists()
+    monkeypatch.setattr(budget, "measure", measure)
+    assert finish(run, minutes=0.2).history
 
 
 @pytest.mark.parametrize("asked, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

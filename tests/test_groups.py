@@ -171,35 +171,41 @@ def test_no_two_clusters_have_one_name():
 
 
 def test_reduce_merges_the_closest_first():
-    p, labels = members(5, 4, 3, 2)
-    direction = np.array([[1, 0, 0], [0, 1, 0], [0.1, 0.9, 0], [0, 0, 1.0]])
+    p, _ = members(5, 4, 3, 2)
+    p[5:9] = [0, 0.7, 0.2, 0.1]  # images of cluster 1 that might be of 2, and less likely of 3
     groups = Groups(4)
-    assert groups.reduce(3, p, direction[labels]) == [[1, 2]]
+    assert groups.reduce(3, p) == [[1, 2]]
     assert groups.ids == [0, 1, 3]
+
+
+def test_a_small_cluster_is_as_close_to_a_large_one_as_to_its_equal():
+    """Not less so because most of the large one has nothing to do with it."""
+    p, _ = members(100, 10, 10)
+    p[110:114] = [0.3, 0.0, 0.7]
+    p[114:118] = [0.0, 0.2, 0.8]
+    assert Groups(3).reduce(2, p) == [[0, 2]]
 
 
 def test_reduce_is_one_step():
     groups = Groups(6)
     groups.rename(0, "x")
-    q = np.random.default_rng(1).normal(size=(50, 5))
-    assert len(groups.reduce(2, probabilities(), q)) == 4
+    assert len(groups.reduce(2, probabilities())) == 4
     assert len(groups.ids) == 2 and len(groups.steps) == 2
     groups.undo()
     assert groups.ids == list(range(6)) and groups.names == {0: "x"}
 
 
-def naive_reduction(p: np.ndarray, q: np.ndarray, to: int) -> list[set[int]]:
-    """The same by lists of images: the means of the merged clusters' members, anew for each merge."""
-    labels = p.argmax(1)
+def naive_reduction(p: np.ndarray, to: int) -> list[set[int]]:
+    """The same from the probabilities of the merged clusters, anew for each merge."""
     groups = [{c} for c in range(p.shape[1])]
     while len(groups) > to:
-        means = [q[np.isin(labels, list(group))].mean(0) for group in groups]
-        cosine = {
-            (a, b): means[a] @ means[b] / np.linalg.norm(means[a]) / np.linalg.norm(means[b])
+        chances = [[sum(row[c] for c in group) for row in p.tolist()] for group in groups]
+        close = {
+            (a, b): np.dot(chances[a], chances[b]) / min(sum(chances[a]), sum(chances[b]))
             for a in range(len(groups))
             for b in range(a + 1, len(groups))
         }
-        a, b = max(cosine, key=lambda pair: cosine[pair])
+        a, b = max(close, key=lambda pair: close[pair])
         groups[a] |= groups.pop(b)
     return groups
 
@@ -208,54 +214,60 @@ def naive_reduction(p: np.ndarray, q: np.ndarray, to: int) -> list[set[int]]:
 def test_reduce_agrees_with_a_naive_one(seed, monkeypatch):
     monkeypatch.setattr("semclust.groups.CHUNK", 7)
     rng = np.random.default_rng(seed)
-    p = np.eye(7)[np.concatenate([np.arange(7), rng.integers(0, 7, 33)])] * 0.5 + rng.random((40, 7)) * 0.05
-    q = rng.normal(size=(40, 3))
+    p = np.eye(7)[np.concatenate([np.arange(7), rng.integers(0, 7, 33)])] + rng.random((40, 7)) * 0.1
     groups = Groups(7)
-    groups.reduce(3, p, q)
-    assert sorted(map(sorted, naive_reduction(p, q, 3))) == sorted(
+    groups.reduce(3, p / p.sum(1, keepdims=True))
+    assert sorted(map(sorted, naive_reduction(p / p.sum(1, keepdims=True), 3))) == sorted(
         np.flatnonzero(groups.of == cluster).tolist() for cluster in groups.ids
     )
 
 
 def test_reduce_goes_on_from_what_was_merged():
-    p, labels = members(4, 4, 4, 4)
-    q = np.array([[1, 0, 0], [-0.9, 0.5, 0], [0, 1.0, 0], [0, 0, 1]])[labels]
+    p, _ = members(4, 4, 4, 4)
+    p[8:12] = [0.2, 0.2, 0.6, 0.0]  # closer to both of 0 and 1 together
+    p[12:16] = [0.0, 0.0, 0.2, 0.8]
+    assert Groups(4).reduce(3, p) == [[2, 3]]
     groups = Groups(4)
-    groups.merge([0, 1])  # together they point to 2
-    assert groups.reduce(2, p, q) == [[0, 2]]
+    groups.merge([0, 1])
+    assert groups.reduce(2, p) == [[0, 2]]
 
 
-def with_empty(shares: list[list[float]]) -> tuple[np.ndarray, np.ndarray]:
-    """Clusters 0 and 1, which are very close, and 2; and one empty cluster for each row of ``shares``, which tells the
-    probability that the images of 0, 1 and 2 give it."""
+def with_empty(shares: list[list[float]]) -> np.ndarray:
+    """Probabilities of the clusters 0 and 1, which are very close, and 2; and one empty cluster for each row of
+    ``shares``, which tells the probability that the images of 0, 1 and 2 give it."""
     labels = np.repeat([0, 1, 2], 4)
-    q = np.array([[1, 0, 0], [1, 0.01, 0], [0, 0, 1.0]])[labels]
     lost = np.array(shares)[:, labels].T
-    return np.hstack([np.eye(3)[labels] * (1 - lost.sum(1, keepdims=True)), lost]), q
+    between = np.array([[0.55, 0.45, 0], [0.45, 0.55, 0], [0, 0, 1]])[labels]
+    return np.hstack([between * (1 - lost.sum(1, keepdims=True)), lost])
 
 
 def test_reduce_merges_empty_clusters_first():
-    p, q = with_empty([[0.4, 0, 0.4]])  # between 0 and 2, and not close to any
+    p = with_empty([[0.2, 0, 0.1]])  # less close to any than 0 and 1 are
     groups = Groups(4)
-    ((_, second),) = groups.reduce(3, p, q)
+    ((_, second),) = groups.reduce(3, p)
     assert second == 3
 
 
 def test_an_empty_cluster_goes_where_its_probability_lies():
-    assert Groups(4).reduce(3, *with_empty([[0, 0, 0.4]])) == [[2, 3]]
-    assert Groups(4).reduce(3, *with_empty([[0.4, 0, 0]])) == [[0, 3]]
+    assert Groups(4).reduce(3, with_empty([[0, 0, 0.4]])) == [[2, 3]]
+    assert Groups(4).reduce(3, with_empty([[0.3, 0, 0]])) == [[0, 3]]
 
 
-def test_two_empty_clusters_are_empty_together():
-    merges = Groups(5).reduce(3, *with_empty([[0.2, 0, 0.2], [0.2, 0, 0.2]]))
-    assert merges[0] == [3, 4] and merges[1][1] == 3
+def test_two_empty_clusters_are_emptied_one_after_the_other():
+    merges = Groups(5).reduce(3, with_empty([[0.2, 0, 0.2], [0.2, 0, 0.2]]))
+    assert {cluster for pair in merges for cluster in pair} >= {3, 4}
+
+
+def test_a_cluster_that_no_image_gives_any_chance_can_be_merged():
+    p, _ = members(3, 3, 3)
+    assert len(Groups(4).reduce(2, np.hstack([p, np.zeros((9, 1))]))) == 2
 
 
 @pytest.mark.parametrize("to", [1, 0, -3, 6, 7, 2.5, "3", None, True])
 def test_reduce_to_a_number_that_cannot_be(to):
     groups = Groups(6)
     with pytest.raises(InputError, match="from 2 to 5"):
-        groups.reduce(to, probabilities(), np.ones((50, 3)))
+        groups.reduce(to, probabilities())
     assert groups.steps == []
 
 
@@ -272,7 +284,7 @@ def test_groups_come_back_and_undo_removes_the_file(tmp_path):
     groups = Groups(6)
     groups.rename(2, 'a/"=ünï🎉')
     groups.merge([1, 4])
-    groups.reduce(3, probabilities(), np.random.default_rng(0).normal(size=(50, 3)))
+    groups.reduce(3, probabilities())
     groups.write(folder)
     back = Groups.read(folder)
     assert (back.ids, back.names, back.steps) == (groups.ids, groups.names, groups.steps)

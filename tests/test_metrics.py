@@ -168,6 +168,7 @@ def test_score_of_assignments():
     assert score(sure, sure) == pytest.approx(1)
     assert score(sure, sure.roll(1, 1)) == 0  # all views are of other clusters than their images
     assert score(sure, unsure) == pytest.approx(1 / 4)
+    assert score(sure, sure * torch.tensor([1.0, math.nan, 1.0, 1.0])) == 0  # views that are not finite agree with none
     assert score(unsure, unsure) == pytest.approx(0, abs=1e-9)  # all fall to one cluster
 
 

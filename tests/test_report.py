@@ -395,7 +395,7 @@ def test_a_large_confusion_table_shows_the_largest():
 
 
 def test_merged_and_renamed_clusters(made, monkeypatch):
-    merged = type("Merged", (), {"ids": [0, 1, 3], "of": np.array([0, 1, 1, 3]), "names": {1: "cats & <dogs>"}})()
+    merged = Groups(4, [{"merge": [1, 2]}, {"rename": [1, "cats & <dogs>"]}])
     monkeypatch.setattr(content, "Groups", type("Stub", (), {"read": staticmethod(lambda folder: merged)}))
     held = collected(made)
     rows = rows_of(made)
@@ -470,25 +470,25 @@ def test_images_are_looked_for_only_where_pictures_are_missing(made, monkeypatch
 
 
 def test_close_clusters():
-    angle = np.array([0, 0.3, 2.0, 4.0])
     cluster = np.repeat(np.arange(4), 5)
-    embeddings = np.stack([np.cos(angle), np.sin(angle)], 1)[cluster]
     runner_up = np.array([1] * 5 + [0] * 4 + [2] + [3] * 5 + [2] * 5)
-    pairs = closest_pairs(embeddings, cluster, runner_up, 5)  # the fifth is empty
-    assert len(pairs) == 6
-    assert (pairs[0].first, pairs[0].second) == (0, 1)
-    assert pairs[0].cosine == pytest.approx(math.cos(0.3)) and pairs[0].swapped == pytest.approx(0.9)
+    confidence = np.repeat([0.6, 0.7, 1.0, 0.9], 5)
+    margin = np.repeat([0.2, 0.4, 1.0, 0.8], 5)
+    pairs = closest_pairs(cluster, confidence, runner_up, margin, 5)  # the fifth is empty
     by = {(pair.first, pair.second): pair for pair in pairs}
-    assert by[2, 3].swapped == 1 and by[0, 2].swapped == 0 and by[1, 2].swapped == pytest.approx(0.1)
-    order = [pair.cosine for pair in pairs]
-    assert order == sorted(order, reverse=True)
+    assert list(by) == [(0, 1), (2, 3), (1, 2)]  # of the others, no image could be in either
+    total = [5 * 0.6 + 4 * 0.3, 5 * 0.7 + 5 * 0.4, 5 * 1.0 + 5 * 0.1 + 0.3, 5 * 0.9]
+    assert by[0, 1].overlap == pytest.approx((5 * 0.6 * 0.4 + 4 * 0.7 * 0.3) / total[0])
+    assert by[2, 3].overlap == pytest.approx(5 * 0.9 * 0.1 / total[3])
+    assert by[1, 2].overlap == pytest.approx(0.7 * 0.3 / total[1])
+    assert by[0, 1].swapped == pytest.approx(0.9) and by[2, 3].swapped == 1 and by[1, 2].swapped == pytest.approx(0.1)
 
 
 def test_only_the_closest_pairs_are_suggested(made, tmp_path):
     assert len(collected(made)["pairs"]) == 6
     assert collected(make_run(tmp_path, n_clusters=2))["pairs"] == []  # to merge the last two leaves nothing
-    rng = np.random.default_rng(0)
-    assert len(closest_pairs(rng.normal(size=(60, 4)), np.arange(60) % 30, np.arange(60) % 29, 30)) == 10
+    half, none = np.full(60, 0.5), np.zeros(60)
+    assert len(closest_pairs(np.arange(60) % 30, half, np.arange(60) % 29, none, 30)) == 10
 
 
 def test_the_command_to_merge_can_be_typed(tmp_path):
@@ -595,6 +595,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path):
     with pytest.raises(DamagedFileError, match="lacks 'settings'"):
         write_report(run.path)
     run.write_config(config)
+    (run.path / "report.safetensors").unlink()  # from here on the map is made anew, of the embeddings
     np.save(run.path / "embeddings.npy", np.ones((299, 4)))
     with pytest.raises(DamagedFileError, match=r"\(299, 4\), but"):
         write_report(run.path)

@@ -15,11 +15,11 @@ from torch.testing import assert_close
 
 import naive
 from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
-from semclust import core, fitting, open_images, refresh, train
+from semclust import core, fitting, metrics, open_images, refresh, train
 from semclust.augment import AUGMENTATIONS, choose_augmentation, strokes
 from semclust.config import Settings, preset
 from semclust.contrast import MOMENTUM
-from semclust.devices import choose_device
+from semclust.devices import choose_device, own_random_numbers
 from semclust.errors import DamagedFileError, InputError, TrainingError
 from semclust.fitting import Watcher
 from semclust.losses import cluster_task_losses, sample_losses
@@ -234,9 +234,13 @@ def test_features_of_all_images_are_taken_only_where_labels_come_from_them(monke
     training = started(epochs=20, self_label_from=1.0, **LATE)
     taken: list[list[int]] = []
     features_of = training._features_of
-    monkeypatch.setattr(
-        training, "_features_of", lambda numbers, *rest: taken.append(numbers.tolist()) or features_of(numbers, *rest)
-    )
+
+    def watched(numbers, look, on_part):
+        if look == training._whole:
+            taken.append(numbers.tolist())
+        return features_of(numbers, look, on_part)
+
+    monkeypatch.setattr(training, "_features_of", watched)
     rows = [training.run_epoch()[0] for _ in range(20)]
     renewed = [*range(5, 10), *range(13, 21)]  # epochs after which "over", or the clusters, learn from labels
     assert [epoch for epoch, numbers in enumerate(taken, 1) if numbers == list(range(48))] == renewed
@@ -1175,7 +1179,8 @@ def test_a_callable_augmentation_is_used_for_queries_and_keys():
         return x.flip(3)
 
     fitting.fit(make_images(), tiny(augment=watched, epochs=1))
-    assert seen == [((16, 1, 8, 8), True, True)] * 6  # three steps, two views
+    # Three steps, two views; and one of all images, for the score.
+    assert seen == [((16, 1, 8, 8), True, True)] * 6 + [((48, 1, 8, 8), True, True)]
 
 
 # ---- what goes wrong ---------------------------------------------------------------------------------
@@ -1367,3 +1372,47 @@ def test_an_image_that_is_met_twice_in_a_batch_keeps_its_last_vector():
     q = F.normalize(torch.randn(4, 8), dim=1)
     training.contrast.remember(training.phase, index, {"shared": q}, {"shared": torch.zeros(4, 8)}, torch.tensor(False))
     assert_close(training.learner.stored_keys[0, [3, 5, 7]], q[[2, 1, 3]])
+
+
+# ---- the score ---------------------------------------------------------------------------------------
+
+
+def test_the_score_is_of_views_by_what_tells_the_clusters():
+    """The network, and its twin where it learns from its own labels: their agreement on images and the same views."""
+    training = fitting.start(make_images(), tiny(epochs=6, cluster_from=0.4, self_label_from=0.7))
+    for _ in range(6):
+        taught = training.phase.self_labels
+        row, p = training.run_epoch()
+        if math.isnan(row["score"]):
+            assert row["learns"] in ("instances", "over-clusters")
+            continue
+        if training.starts_self_labels(training.epoch):  # another classifier by now
+            continue
+        task, encoder = training.learner.tasks["cluster"], training.learner.telling_encoder(taught)
+        with torch.no_grad(), own_random_numbers(0, 0, training.device):
+            h, _ = encoder.eval()(training.augmentation(pixels_of(training, torch.arange(48)) / 255))
+            p_view = task.telling_classifier(taught)(F.normalize(h, dim=1)).softmax(1)
+        sizes = p.argmax(1).bincount(minlength=4)
+        assert row["view_agreement"] == pytest.approx((p * p_view).sum(1).mean().item(), abs=1e-4)
+        assert row["score"] == pytest.approx(metrics.label_free_score(row["view_agreement"], sizes))
+    assert row["learns"] == "own labels"
+
+
+def test_the_score_leaves_the_random_numbers_of_a_run_alone(monkeypatch):
+    """So a run is the same whether it is scored or not."""
+    scored, plain = (fitting.start(make_images(), tiny(epochs=4)) for _ in range(2))
+    monkeypatch.setattr(plain, "scores_clusters", lambda epoch: False)
+    for _ in range(4):
+        with_score, without = scored.run_epoch()[0], plain.run_epoch()[0]
+        assert with_score["loss"] == without["loss"] and math.isnan(without["score"])
+    assert not math.isnan(with_score["score"])
+
+
+def test_of_many_images_some_are_scored(monkeypatch):
+    monkeypatch.setattr(train, "SCORED_IMAGES", 10)
+    training = fitting.start(make_images(), tiny(epochs=1, tasks=("instance",)))
+    looked_at = []
+    changed = training._changed
+    monkeypatch.setattr(training, "_changed", lambda x: looked_at.append(len(x)) or changed(x))
+    row, _ = training.run_epoch()
+    assert sum(looked_at) == 10 and 0 < row["score"] <= 1

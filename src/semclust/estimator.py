@@ -105,8 +105,8 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     def reduce(self, to: int) -> "SemanticClusterer":
         """Merge the closest two clusters, again and again, until ``to`` are left.
 
-        Close are clusters whose images have mean embeddings of a high cosine, so the images of the fit are needed:
-        a model loaded from a run folder has them, one loaded from a model folder does not.
+        Close are clusters with many images that could be in either, so the probabilities of the fit are needed: a
+        model loaded from a run folder has them, one loaded from a model folder does not.
         """
         groups = self._groups
         if not hasattr(self, "_fitted_p"):
@@ -114,7 +114,7 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
                 "reduce needs the images of the fit, which a model folder does not hold; load the run folder, "
                 "or name the clusters to merge: merge([3, 7])."
             )
-        groups.reduce(to, self._fitted_p, self.embedding_)
+        groups.reduce(to, self._fitted_p)
         return self._follow()
 
     def undo(self) -> "SemanticClusterer":

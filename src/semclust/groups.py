@@ -4,7 +4,7 @@ The model never changes. Beside it lies groups.json, a list of steps, and what a
 the C clusters of the fit. Ids are stable: of merged clusters the smallest id remains, which was the largest at the time
 of the fit, the others disappear, and none is renumbered. So a command means the same a minute later.
 
-Shapes: N images, C clusters of the fit, R of them that remain, d representation.
+Shapes: N images, C clusters of the fit, R of them that remain.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from semclust.storage import read_json, write_json
 FORMAT = 1
 FILE = "groups.json"
 FEWEST = 2  # below that there is no runner-up, and nothing is told apart
-CHUNK = 8192  # images at once, so that embeddings that are mapped from a file stay there
+CHUNK = 8192  # images at once, so that what is mapped from a file stays there
 
 Cluster = int | str  # an id, or a name that was given
 
@@ -115,29 +115,31 @@ class Groups:
         self._take({"rename": [found, check_name(name)]})
         return found
 
-    def reduce(self, to: int, p: np.ndarray, q: np.ndarray) -> list[list[int]]:
+    def reduce(self, to: int, p: np.ndarray) -> list[list[int]]:
         """Merge the closest two, again and again, until ``to`` clusters are left; all this is one step.
 
-        p, q: probabilities of the clusters of the fit (N x C) and embeddings (N x d) of its images. How close two
-        clusters are is told by ``closeness``; empty ones go first, placed by their probabilities. Returns the merged
-        pairs of ids.
+        p: probabilities of the clusters of the fit for its images (N x C). How close two clusters are is told by
+        ``overlap``; empty ones go first. Returns the merged pairs of ids.
         """
         ids = self.ids
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or not FEWEST <= to < len(ids):
             raise InputError(
                 f"to={to!r}: expected a whole number from {FEWEST} to {len(ids) - 1}, since there are {len(ids)} now."
             )
-        totals, empty = _totals(self.apply(p), q)
+        shared, total, empty = _shared(self.apply(p))
         merges = []
         while len(ids) > to:
-            cosine = closeness(totals)
+            close = overlap(shared, total)
             if empty.any():
-                cosine[~(empty[:, None] | empty[None, :])] = -np.inf
-            a, b = divmod(int(cosine.argmax()), len(ids))
+                close[~(empty[:, None] | empty[None, :])] = -np.inf
+            a, b = divmod(int(close.argmax()), len(ids))
             merges.append([ids[a], ids[b]])
-            totals[a] += totals[b]
+            shared[a] += shared[b]
+            shared[:, a] += shared[:, b]
+            total[a] += total[b]
             empty[a] &= empty[b]
-            totals, empty, ids = np.delete(totals, b, 0), np.delete(empty, b), ids[:b] + ids[b + 1 :]
+            shared = np.delete(np.delete(shared, b, 0), b, 1)
+            total, empty, ids = np.delete(total, b), np.delete(empty, b), ids[:b] + ids[b + 1 :]
         self._take({"reduce": merges})
         return merges
 
@@ -221,20 +223,25 @@ def check_name(name: str) -> str:
     return name
 
 
-def _totals(p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sum of the embeddings in each cluster (R x d; merged clusters add up), and whether it is empty."""
-    sizes, members, weighted = np.zeros(p.shape[1]), *np.zeros((2, p.shape[1], q.shape[1]))
+def _shared(p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of probabilities p (N x R): the sum of the products for each two clusters (R x R), the sum for each (R), and
+    whether no image is in it (R)."""
+    R = p.shape[1]
+    shared, total, sizes = np.zeros((R, R)), np.zeros(R), np.zeros(R)
     for start in range(0, len(p), CHUNK):
-        p_part, q_part = p[start : start + CHUNK], np.asarray(q[start : start + CHUNK], np.float64)
-        member = np.eye(p.shape[1])[p_part.argmax(1)]
-        sizes += member.sum(0)
-        members += member.T @ q_part
-        weighted += p_part.T @ q_part
-    return np.where(sizes[:, None] > 0, members, weighted), sizes == 0
+        part = np.asarray(p[start : start + CHUNK], np.float64)
+        shared += part.T @ part
+        total += part.sum(0)
+        sizes += np.bincount(part.argmax(1), minlength=R)
+    return shared, total, sizes == 0
 
 
-def closeness(totals: np.ndarray) -> np.ndarray:
-    """How close each two clusters are: the cosine between the mean embeddings of their images, to which their sums
-    (R x d) point as well. In the upper triangle (R x R); -inf elsewhere."""
-    unit = totals / np.linalg.norm(totals, axis=1, keepdims=True).clip(1e-12)
-    return np.where(np.triu(np.ones((len(unit),) * 2, bool), 1), unit @ unit.T, -np.inf)
+def overlap(shared: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """How close each two clusters are: the chance that an image of the smaller one is in the other, 0 to 1. In the
+    upper triangle (R x R); -inf elsewhere.
+
+    shared: sums of p_i p_j over the images (R x R); total: sums of p_i (R). Clusters that split what is one thing have
+    many images that could be in either. Their mean embeddings tell that less well: embeddings keep single images apart,
+    also within a cluster."""
+    smaller = np.minimum(total[:, None], total[None, :]).clip(1e-12)
+    return np.where(np.triu(np.ones(shared.shape, bool), 1), shared / smaller, -np.inf)

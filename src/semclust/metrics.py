@@ -91,7 +91,8 @@ def across_views(p: Tensor, some: Tensor, p_view: Tensor) -> dict[str, float]:
     """The rest of ``HEALTH``, for clusters that are the result: how far the classifier says the same of changed images.
 
     p: N x C probabilities of all images; p_view: those of views of the images ``some``."""
-    agreement = (p[some] * p_view).sum(1).mean().item()  # the chance that image and view are in one cluster
+    together = (p[some] * p_view).sum(1)  # the chance that image and view are in one cluster
+    agreement = together.nan_to_num(0.0).mean().item()  # a user's own view may be anything
     sizes = p.argmax(1).bincount(minlength=p.shape[1]).cpu()
     return {"view_agreement": agreement, "score": label_free_score(agreement, sizes)}
 

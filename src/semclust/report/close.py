@@ -1,16 +1,16 @@
 """Which clusters are so close that a person may want to merge them.
 
-Shapes: N images, G clusters that remain, d representation.
+Shapes: N images, G clusters that remain.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 
-from semclust.groups import closeness
+from semclust.groups import overlap
 
 PAIRS = 10
-CHUNK = 65536  # images at once, where the embeddings are a mapped file
+LEAST = 0.0005  # overlap that is told: what is less would be shown as 0.0 %
 
 
 @dataclass(frozen=True)
@@ -19,30 +19,32 @@ class Pair:
 
     first: int
     second: int
-    cosine: float  # between the mean embeddings
+    overlap: float  # as ``groups.overlap`` has it, by the two most likely clusters of each image
     swapped: float  # share of the images of both whose second choice is the other one
 
 
-def closest_pairs(embeddings: np.ndarray, cluster: np.ndarray, runner_up: np.ndarray, n_clusters: int) -> list[Pair]:
+def closest_pairs(
+    cluster: np.ndarray, confidence: np.ndarray, runner_up: np.ndarray, margin: np.ndarray, n_clusters: int
+) -> list[Pair]:
     """The closest pairs, those first that ``semclust reduce`` would merge first; empty clusters are left out.
 
-    embeddings: N x d unit vectors; cluster, runner_up: N positions, from 0 to ``n_clusters`` - 1."""
-    sizes = np.bincount(cluster, minlength=n_clusters)
-    total = np.zeros((n_clusters, embeddings.shape[1]))
-    for start in range(0, len(cluster), CHUNK):
-        rows = slice(start, start + CHUNK)
-        np.add.at(total, cluster[rows], embeddings[rows])
-    cosine = closeness(total)
+    Columns of the table of assignments (N each); cluster, runner_up: positions, from 0 to ``n_clusters`` - 1."""
+    second_chance = np.maximum(confidence - margin, 0)
+    total = np.bincount(cluster, confidence, n_clusters) + np.bincount(runner_up, second_chance, n_clusters)
+    shared = np.zeros((n_clusters, n_clusters))
+    np.add.at(shared, (cluster, runner_up), confidence * second_chance)
+    overlaps = overlap(shared + shared.T, total)
 
+    sizes = np.bincount(cluster, minlength=n_clusters)
     choices = np.zeros((n_clusters, n_clusters))
     np.add.at(choices, (cluster, runner_up), 1)
     swapped = (choices + choices.T) / np.maximum(sizes[:, None] + sizes[None, :], 1)
 
     first, second = np.triu_indices(n_clusters, k=1)
-    both = (sizes[first] > 0) & (sizes[second] > 0)
-    first, second = first[both], second[both]
-    best = np.argsort(-cosine[first, second], kind="stable")[:PAIRS]
+    told = (sizes[first] > 0) & (sizes[second] > 0) & (overlaps[first, second] >= LEAST)
+    first, second = first[told], second[told]
+    best = np.argsort(-overlaps[first, second], kind="stable")[:PAIRS]
     return [
-        Pair(int(i), int(j), float(cosine[i, j]), float(swapped[i, j]))
+        Pair(int(i), int(j), float(overlaps[i, j]), float(swapped[i, j]))
         for i, j in zip(first[best], second[best], strict=True)
     ]

@@ -102,7 +102,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
         "warnings": [printable(str(warning)) for warning in summary["warnings"]],
         "figures": truth and truth.figures,
-        "pairs": describe_pairs(run, cluster, runner_up, ids, titles),
+        "pairs": describe_pairs(run, assigned, cluster, runner_up, ids, titles),
         "confusion": truth and confusion(truth, titles),
         "epochs": table_of_epochs(history),
         "settings": settings_table(config["settings"]),
@@ -193,20 +193,19 @@ def all_names(names: list[str], confidence: np.ndarray, cluster: np.ndarray) -> 
 
 
 def describe_pairs(
-    run: RunFolder, cluster: np.ndarray, runner_up: np.ndarray, ids: list[int], titles: list[str]
+    run: RunFolder, assigned: Assignments, cluster: np.ndarray, runner_up: np.ndarray, ids: list[int], titles: list[str]
 ) -> list[dict[str, Any]]:
     if len(ids) <= 2:  # one cluster with everything in it is none
         return []
-    embeddings = run.read_embeddings(len(cluster))
     return [
         {
             "positions": [pair.first, pair.second],
             "titles": [titles[pair.first], titles[pair.second]],
-            "cosine": round(pair.cosine, 2) + 0.0,  # no minus before a zero
+            "overlap": pair.overlap,
             "swapped": pair.swapped,
             "command": command("merge", run.path, ids[pair.first], ids[pair.second]),
         }
-        for pair in closest_pairs(embeddings, cluster, runner_up, len(ids))
+        for pair in closest_pairs(cluster, assigned.confidence, runner_up, assigned.margin, len(ids))
     ]
 
 
