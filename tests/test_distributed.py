@@ -146,7 +146,8 @@ def settings_of(case: str) -> Settings:
 
 def fit_case(group: Group, settings: Settings, n_images: int = 50) -> tuple:
     fitted = fitting.fit(make_images(n_images, np.arange(n_images) % 4), settings, group=group)
-    return [row["loss"] for row in fitted.history], fitted.p, fitted.q
+    scores = [row["score"] for row in fitted.history]
+    return [row["loss"] for row in fitted.history], fitted.p, fitted.q, scores
 
 
 def dim(x: torch.Tensor) -> torch.Tensor:
@@ -228,13 +229,15 @@ def ranks(sources: Path) -> list[dict]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_two_processes_give_the_losses_and_labels_of_one(case: str, ranks: list[dict]):
-    losses, p, q = fit_case(ALONE, settings_of(case))
-    shared_losses, shared_p, shared_q = ranks[0][case]
+    losses, p, q, scores = fit_case(ALONE, settings_of(case))
+    shared_losses, shared_p, shared_q, shared_scores = ranks[0][case]
     np.testing.assert_allclose(shared_losses, losses, rtol=LOSSES_WITHIN)
     np.testing.assert_allclose(shared_p, p, atol=PROBABILITIES_WITHIN)
     np.testing.assert_allclose(shared_q, q, atol=PROBABILITIES_WITHIN)
     assert (shared_p.argmax(1) == p.argmax(1)).all()
+    np.testing.assert_allclose(shared_scores, scores, atol=PROBABILITIES_WITHIN)  # NaN where there is none
     assert ranks[1][case][0] == shared_losses
+    np.testing.assert_array_equal(ranks[1][case][3], shared_scores)
     assert len(ranks[1][case][1]) == 0  # what was found is the first one's
 
 

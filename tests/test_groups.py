@@ -178,12 +178,17 @@ def test_reduce_merges_the_closest_first():
     assert groups.ids == [0, 1, 3]
 
 
-def test_a_small_cluster_is_as_close_to_a_large_one_as_to_its_equal():
-    """Not less so because most of the large one has nothing to do with it."""
-    p, _ = members(100, 10, 10)
-    p[110:114] = [0.3, 0.0, 0.7]
-    p[114:118] = [0.0, 0.2, 0.8]
-    assert Groups(3).reduce(2, p) == [[0, 2]]
+@pytest.mark.parametrize("family", [0.5, 1.0, 2.0])
+def test_families_of_clusters_are_found_also_where_they_are_faint(family):
+    """And no cluster swallows all others as it grows."""
+    rng = np.random.default_rng(0)
+    labels = np.repeat(np.arange(20), 100)
+    logits = rng.normal(size=(2000, 20)) + family * (labels[:, None] // 4 == np.arange(20) // 4)
+    logits[np.arange(2000), labels] += 5
+    p = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+    groups = Groups(20)
+    groups.reduce(5, p)
+    assert groups.of.tolist() == np.repeat([0, 4, 8, 12, 16], 4).tolist()
 
 
 def test_reduce_is_one_step():
@@ -201,7 +206,7 @@ def naive_reduction(p: np.ndarray, to: int) -> list[set[int]]:
     while len(groups) > to:
         chances = [[sum(row[c] for c in group) for row in p.tolist()] for group in groups]
         close = {
-            (a, b): np.dot(chances[a], chances[b]) / min(sum(chances[a]), sum(chances[b]))
+            (a, b): np.dot(chances[a], chances[b]) / (sum(chances[a]) * sum(chances[b]))
             for a in range(len(groups))
             for b in range(a + 1, len(groups))
         }
@@ -224,12 +229,11 @@ def test_reduce_agrees_with_a_naive_one(seed, monkeypatch):
 
 def test_reduce_goes_on_from_what_was_merged():
     p, _ = members(4, 4, 4, 4)
-    p[8:12] = [0.2, 0.2, 0.6, 0.0]  # closer to both of 0 and 1 together
-    p[12:16] = [0.0, 0.0, 0.2, 0.8]
-    assert Groups(4).reduce(3, p) == [[2, 3]]
+    p[8:12] = [0.3, 0.0, 0.5, 0.2]
+    assert Groups(4).reduce(3, p) == [[0, 2]]
     groups = Groups(4)
-    groups.merge([0, 1])
-    assert groups.reduce(2, p) == [[0, 2]]
+    groups.merge([0, 1])  # of which half has nothing to do with 2
+    assert groups.reduce(2, p) == [[2, 3]]
 
 
 def with_empty(shares: list[list[float]]) -> np.ndarray:
@@ -260,7 +264,22 @@ def test_two_empty_clusters_are_emptied_one_after_the_other():
 
 def test_a_cluster_that_no_image_gives_any_chance_can_be_merged():
     p, _ = members(3, 3, 3)
-    assert len(Groups(4).reduce(2, np.hstack([p, np.zeros((9, 1))]))) == 2
+    groups = Groups(4)
+    groups.reduce(3, np.hstack([p, np.zeros((9, 1))]))
+    assert groups.ids == [0, 1, 2]
+
+
+def test_the_fingerprint_is_of_what_is_seen():
+    groups, other = Groups(4), Groups(4)
+    assert groups.fingerprint == other.fingerprint
+    groups.rename(2, "ships")
+    seen = groups.fingerprint
+    assert seen != other.fingerprint
+    groups.rename(2, "boats")
+    groups.rename(2, "ships")
+    assert groups.fingerprint == seen
+    groups.merge([2, 3])
+    assert groups.fingerprint != seen
 
 
 @pytest.mark.parametrize("to", [1, 0, -3, 6, 7, 2.5, "3", None, True])

@@ -71,6 +71,15 @@ def test_shares_even_clusters_out_to_one_size(N, C):
     assert share[-1] > share[0] and share.sum() == pytest.approx(1)
 
 
+def test_shares_of_sure_clusters_even_them_out_further_than_one_division():
+    """As far as they may: a tenth of the fair share is the least."""
+    labels = torch.cat([torch.full((200,), 0), torch.full((100,), 1)])
+    p = (torch.nn.functional.one_hot(labels, 2) * 7 + torch.randn(300, 2)).softmax(1)
+    once, share = core.evened_out(p, p.mean(0)).mean(0), core.even_share(p)
+    reached = core.evened_out(p, share).mean(0)
+    assert share.min() == pytest.approx(0.05) and once[0] > reached[0] > 0.6
+
+
 def test_of_even_clusters_all_shares_are_the_same():
     p = torch.eye(3).repeat(5, 1) * 0.85 + 0.05
     assert_close(core.even_share(p), torch.full((3,), 1 / 3))

@@ -179,11 +179,11 @@ def measure(training: Training) -> Schedule:
             if size not in to_features:
                 to_features[size] = usual_seconds(training.features, training)
             if training.renews_labels(epoch + 1):
+                scored = training.scores_clusters(epoch + 1)
+                to_score = usual_seconds(training._features_of_views, training) if scored else 0.0
                 training.epoch = epoch + 1
                 to_renew = usual_seconds(functools.partial(training._renew_labels, *features), training)
-                renewal["; ".join(kind)] = to_features[size] + to_renew
-                if training.scores_clusters(epoch + 1):
-                    renewal["; ".join(kind)] += usual_seconds(training._features_of_views, training)
+                renewal["; ".join(kind)] = to_features[size] + to_score + to_renew
                 if training.starts_self_labels(epoch + 1):
                     renewal["; ".join(kind)] += usual_seconds(training._start_self_labels, training)
             else:

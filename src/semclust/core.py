@@ -19,14 +19,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 SIMILARITIES_AT_ONCE = 2**23
+EVEN_ROUNDS = 100  # of Sinkhorn: on digits and Fashion-MNIST, 200 lead to the same shares
+LEAST_SHARE = 0.1  # of 1 / C: no cluster is favoured more than tenfold, however small it is
 
 
 def bank_size(K: int, C: int) -> int:
     """Keys per bank, so that leaving one of C banks out leaves about K: K / (C - 1), at least one."""
     return max(1, K // max(1, C - 1))
-
-
-EVEN_ROUNDS, LEAST_SHARE = 100, 0.1  # of Sinkhorn, and of the fair size of a cluster
 
 
 class SemanticMemory(nn.Module):
@@ -192,11 +191,12 @@ def evened_out(p: Tensor, share: Tensor) -> Tensor:
 
 
 def even_share(p: Tensor) -> Tensor:
-    """The share of each cluster (C) by which p (N x C) is ``evened_out``, so that the probabilities of each sum
-    to N / C; after Sinkhorn. None is under a tenth of its fair size, which leaves a cluster small that hardly an image
-    could belong to.
+    """The share of each cluster (C) by which p (N x C) is ``evened_out``, so that the probabilities of each sum to
+    N / C, as far as shares of at least ``LEAST_SHARE`` allow: where p is sure, or a cluster has hardly an image that
+    could belong to it, clusters stay of different sizes. After Sinkhorn.
 
-    To divide once by the mean of p is not enough: where p is sure, clusters that are too large stay so."""
+    To divide by the mean of p, once, changes little where p is sure, and clusters that are sure grow from epoch to
+    epoch at the cost of the others."""
     N, C = p.shape
     share = torch.full_like(p[0], 1 / C)
     for _ in range(EVEN_ROUNDS):

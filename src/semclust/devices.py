@@ -41,14 +41,17 @@ def mixed_precision(device: torch.device, allowed: bool = True) -> torch.autocas
 def own_random_numbers(seed: int | None, stream: int, device: torch.device) -> Iterator[None]:
     """Seed torch from (seed, stream) inside the block and restore the caller's random state after it."""
     numbers = int(np.random.SeedSequence([seed or 0, stream]).generate_state(1, np.uint64)[0]) >> 1
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.default_generator.manual_seed(numbers)  # torch.manual_seed would also seed devices not in use here
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                torch.cuda.manual_seed(numbers)
-        elif device.type == "mps":
-            torch.mps.manual_seed(numbers)
+    before = random_state(device)
+    torch.default_generator.manual_seed(numbers)  # torch.manual_seed would also seed devices not in use here
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(numbers)
+    elif device.type == "mps":
+        torch.mps.manual_seed(numbers)
+    try:
         yield
+    finally:
+        set_random_state(before, device)
 
 
 def random_state(device: torch.device) -> list[torch.Tensor]:

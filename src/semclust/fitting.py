@@ -125,9 +125,7 @@ class Fitting:
                 raise InputError(f"{run.checkpoint} is missing, so the run cannot go on. Restore it, or fit anew.")
             self.seconds_before = run.read_seconds() if begun else 0.0
         self.training = start(images, settings, self.warn, group)
-        told = "Stopped by SIGTERM while steps were timed; nothing has been learned yet."
-        with ended_by_sigterm(told) if run is not None else contextlib.nullcontext():
-            self.share_of_steps = keep_to_budget(self.training, run, self.seconds, watcher)
+        self.share_of_steps = keep_to_budget(self.training, run, self.seconds, watcher)
         self.settings = self.training.settings
         if run is not None:
             self.go_on_from_checkpoint(run)
@@ -347,7 +345,9 @@ def keep_to_budget(
         raise DamagedFileError(f"{run.path / 'schedule.json'} is missing. Restore it from a copy, or fit anew.")
     else:
         watcher.timing(minutes)
-        schedule = make_schedule(training, minutes, seconds)
+        told = "Stopped by SIGTERM while steps were timed; nothing has been learned yet."
+        with ended_by_sigterm(told) if run is not None else contextlib.nullcontext():
+            schedule = make_schedule(training, minutes, seconds)
     pace = Pace(schedule, training, minutes, seconds, resumed=stored is not None)
 
     def share_of_steps(epoch: int) -> float:

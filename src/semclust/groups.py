@@ -62,8 +62,8 @@ class Groups:
 
     @property
     def fingerprint(self) -> str:
-        """The same for the same steps, and for no others."""
-        return hashlib.sha256(json.dumps(self.steps).encode()).hexdigest()
+        """The same for the same clusters with the same names, and for no others."""
+        return hashlib.sha256(json.dumps([self.of.tolist(), sorted(self.names.items())]).encode()).hexdigest()
 
     def title(self, cluster: int) -> str:
         """Id and, where there is one, name."""
@@ -119,7 +119,7 @@ class Groups:
         """Merge the closest two, again and again, until ``to`` clusters are left; all this is one step.
 
         p: probabilities of the clusters of the fit for its images (N x C). How close two clusters are is told by
-        ``overlap``; empty ones go first. Returns the merged pairs of ids.
+        ``closeness``; empty ones go first. Returns the merged pairs of ids.
         """
         ids = self.ids
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or not FEWEST <= to < len(ids):
@@ -129,7 +129,7 @@ class Groups:
         shared, total, empty = _shared(self.apply(p))
         merges = []
         while len(ids) > to:
-            close = overlap(shared, total)
+            close = closeness(shared, total)
             if empty.any():
                 close[~(empty[:, None] | empty[None, :])] = -np.inf
             a, b = divmod(int(close.argmax()), len(ids))
@@ -236,12 +236,13 @@ def _shared(p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return shared, total, sizes == 0
 
 
-def overlap(shared: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """How close each two clusters are: the chance that an image of the smaller one is in the other, 0 to 1. In the
-    upper triangle (R x R); -inf elsewhere.
+def closeness(shared: np.ndarray, total: np.ndarray) -> np.ndarray:
+    """How close each two clusters are: how many images could be in either, beside as many as would be by chance at
+    their sizes, so that a cluster does not become the closest of all as it grows. In the upper triangle (R x R); -inf
+    elsewhere.
 
-    shared: sums of p_i p_j over the images (R x R); total: sums of p_i (R). Clusters that split what is one thing have
-    many images that could be in either. Their mean embeddings tell that less well: embeddings keep single images apart,
-    also within a cluster."""
-    smaller = np.minimum(total[:, None], total[None, :]).clip(1e-12)
-    return np.where(np.triu(np.ones(shared.shape, bool), 1), shared / smaller, -np.inf)
+    shared: sums of p_i p_j over the images (R x R); total: sums of p_i (R). Clusters that split what is one thing share
+    many images. Their mean embeddings tell that less well, since embeddings keep single images apart, also within a
+    cluster."""
+    by_chance = (total[:, None] * total[None, :]).clip(1e-12)
+    return np.where(np.triu(np.ones(shared.shape, bool), 1), shared / by_chance, -np.inf)

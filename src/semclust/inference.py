@@ -77,8 +77,9 @@ class Inference:
         wholes: list[Tensor] = []  # of h and each q, filled part by part: to put parts together takes twice the memory
         done = 0
         for part in self._in_even_batches(numbers):
+            x = look(part)  # in full precision: places in an image would be rounded, too
             with self.precision:
-                h, q = encode(look(part))
+                h, q = encode(x)
             found = [h if pooled else h[:, :0], *q.values()]
             wholes = wholes or [x.new_empty(len(numbers), x.shape[1]) for x in found]
             for whole, x in zip(wholes, found, strict=True):

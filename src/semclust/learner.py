@@ -44,8 +44,8 @@ class ClusterTask(nn.Module):
         self.register_buffer("y", torch.randint(plan.n_clusters, (n_images,)))  # N: random at first
         self.register_buffer("s", torch.ones(n_images))  # N: swaps, from 1
         self.teacher = momentum_twin(self.classifier) if teaches else None
-        if teaches:
-            self.register_buffer("share", torch.full((plan.n_clusters,), 1 / plan.n_clusters))  # C: mean of p
+        if teaches:  # C: by which its labels are evened out
+            self.register_buffer("share", torch.full((plan.n_clusters,), 1 / plan.n_clusters))
 
     def telling_classifier(self, taught: bool) -> LinearClassifier:
         """Likewise: the classifier or, where there is one and it teaches, its twin."""

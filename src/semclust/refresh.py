@@ -31,7 +31,7 @@ def renew_labels(
     all there is."""
     tasks = learner.tasks
     taught = labels_itself_in(settings, epoch - 1)
-    told = "cluster" if settings.instance_alone or tasks["cluster"].plan.learns_in(epoch) else "over"
+    told = "cluster" if has_clusters(learner, settings, epoch) else "over"
     p: dict[str, Tensor] = {}
     for name, task in tasks.items():
         q_task = q[task.projection]
@@ -44,14 +44,19 @@ def renew_labels(
         if epoch <= task.plan.begins:  # the labels so far were random: no swap means anything
             churn = math.nan
             task.s.fill_(1)
-        if name in ("cluster", told) or task.teacher is not None:
+        if name in ("cluster", told) or (task.teacher is not None and taught):
             p[name] = classifier(seen).softmax(1)
-        if task.teacher is not None:
+        if task.teacher is not None and taught:
             even_out(task, settings, p[name])
         if name == told:
             sure = share_sure(task, settings, p[name])
             figures = metrics.health(p[name], memory_labels(task, q_task, settings.temperature), churn, sure)
     return {"spread": metrics.spread(q[tasks["cluster"].projection])} | figures, p["cluster"]
+
+
+def has_clusters(learner: Learner, settings: Settings, epoch: int) -> bool:
+    """Whether there are clusters after ``epoch`` epochs that are the result so far."""
+    return settings.instance_alone or learner.tasks["cluster"].plan.learns_in(epoch)
 
 
 def even_out(task: ClusterTask, settings: Settings, p: Tensor) -> None:

@@ -305,6 +305,11 @@ class RunFolder:
 
     def read_results(self, n_clusters: int) -> tuple[list[str], np.ndarray, np.ndarray]:
         """Names, probabilities (N x C, of the clusters of the fit) and embeddings; the arrays are mapped."""
+        names, p = self.read_probabilities(n_clusters)
+        return names, p, self.read_embeddings(len(names))
+
+    def read_probabilities(self, n_clusters: int) -> tuple[list[str], np.ndarray]:
+        """The first two of these."""
         names = read_assignments(self.assignments).names
         p = self._read_array(self.probabilities, len(names))
         if p.shape[1] != n_clusters:
@@ -312,7 +317,7 @@ class RunFolder:
                 f"{self.probabilities} has the shape {p.shape}; expected {n_clusters} clusters. "
                 f"`semclust fit --resume {self.path}` writes it again."
             )
-        return names, p, self.read_embeddings(len(names))
+        return names, p
 
     def read_embeddings(self, n_images: int) -> np.ndarray:
         """embeddings.npy, mapped: N x d, a row for each of the ``n_images`` of assignments.csv."""
@@ -343,7 +348,7 @@ class RunFolder:
 
     def write_tables(self, paths: Sequence[Path], groups: Groups, store: bool = False) -> np.ndarray:
         """Assignments by ``groups`` as CSV or Parquet, by the ending of each path."""
-        names, p, _ = self.read_results(groups.n_clusters)
+        names, p = self.read_probabilities(groups.n_clusters)
         sizes = np.zeros(groups.n_clusters, np.int64)
         with contextlib.ExitStack() as stack:
             writes = [stack.enter_context(assignments_file(WholeFile(path), groups)) for path in paths]

@@ -15,13 +15,17 @@ from semclust.errors import StoppedError
 SHOW_CURSOR = "\x1b[?25h"  # a progress bar hides it, and cannot bring it back where a second Ctrl-C ends the process
 
 
+class _Terminated(BaseException):
+    """No Exception, as KeyboardInterrupt is none: where compiling fails, for one, those are taken for its failures."""
+
+
 @contextlib.contextmanager
 def ended_by_sigterm(message: str) -> Iterator[None]:
     """While there is nothing yet that would be lost: SIGTERM raises StoppedError with the message, as Ctrl-C raises
     KeyboardInterrupt. In other threads than the main one, and where it is ignored, all stays as it is."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedError(message, 128 + number)
+        raise _Terminated
 
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -30,6 +34,8 @@ def ended_by_sigterm(message: str) -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield
+    except _Terminated:
+        raise StoppedError(message, 128 + signal.SIGTERM) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 

@@ -46,7 +46,7 @@ from semclust.plan import (
     rate_at,
     usual_rate,
 )
-from semclust.refresh import renew_labels, renewed, start_self_labels
+from semclust.refresh import has_clusters, renew_labels, renewed, start_self_labels
 from semclust.storage import load_into
 
 SGD_MOMENTUM = 0.9
@@ -167,7 +167,8 @@ class Training:
             self._agree()
             renews = self.renews_labels(self.epoch + 1)
             h, q = (self.features if renews else self.features_of_some)(lambda: on_step(0))
-            of_views = self._features_of_views() if self.scores_clusters(self.epoch + 1) else None
+            scored = self.scores_clusters(self.epoch + 1)
+            of_views = self._features_of_views(lambda: on_step(0)) if scored else None
             if not self.group.all_true(all_finite([h, *q.values(), *self.trained])):
                 raise self._not_finite("Weights or features were not finite after the last step")
             self.skipped_before = self._skipped_steps()[1]  # only now: until here the steps may be counted once more
@@ -457,7 +458,7 @@ class Training:
 
     def scores_clusters(self, epoch: int) -> bool:
         """Whether there are clusters after ``epoch`` epochs that are the result so far, by which to choose an epoch."""
-        return self.settings.instance_alone or self.learner.tasks["cluster"].plan.learns_in(epoch)
+        return has_clusters(self.learner, self.settings, epoch)
 
     @torch.no_grad()
     def _across_views(self, p: Tensor, h: Tensor, q: dict[str, Tensor]) -> dict[str, float]:
@@ -493,12 +494,9 @@ class Training:
         """The same of this rank's part of ``_some_images``."""
         return self._features_of(self.group.part(self._some_images(SOME_IMAGES)), self._whole, on_part)
 
-    def _features_of_views(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same of views of ``SCORED_IMAGES``, on the first rank: the same views in every epoch, and of every run,
-        so that these differ in nothing else. Nothing interrupts it: other random numbers than the epoch's are drawn."""
-        with own_random_numbers(0, 0, self.device):
-            some = self._some_images(SCORED_IMAGES) if self.group.first else self._some_images(1)
-            return self._features_of(some, self._changed, lambda: None)
+    def _features_of_views(self, on_part: Callable[[], None] = lambda: None) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same of a view of each of ``SCORED_IMAGES``, on the first rank, which alone scores."""
+        return self._features_of(self._some_images(SCORED_IMAGES if self.group.first else 1), self._changed, on_part)
 
     def _some_images(self, n: int) -> Tensor:
         """The numbers of n images or fewer, which are spread over all."""
@@ -509,8 +507,10 @@ class Training:
         return resized(in_unit_range(x), self.size_for(self.epoch))
 
     def _changed(self, x: Tensor) -> Tensor:
-        """The same of a random view of each."""
-        return resized(self.augmentation(in_unit_range(x)), self.size_for(self.epoch))
+        """The same of a random view of each: by the same numbers in every epoch, and of every run, so that scores
+        differ in nothing else. Those of the epoch are left alone."""
+        with own_random_numbers(0, 0, self.device):
+            return resized(self.augmentation(in_unit_range(x)), self.size_for(self.epoch))
 
     def _features_of(
         self, numbers: Tensor, look: Callable[[Tensor], Tensor], on_part: Callable[[], None]

@@ -81,7 +81,7 @@ def change(command: Merge | Rename | Reduce | Undo, groups: "Groups", run: "RunF
     if isinstance(command, Rename):
         return f"named cluster {groups.title(groups.rename(command.cluster, command.name))}"
     if isinstance(command, Reduce):
-        _, p, _ = run.read_results(groups.n_clusters)
+        _, p = run.read_probabilities(groups.n_clusters)
         pairs = ", ".join(f"{b} into {a}" for a, b in groups.reduce(command.to, p))
         return f"merged {pairs}"
     ((kind, _),) = groups.undo().items()
