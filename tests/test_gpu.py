@@ -114,6 +114,19 @@ def test_recorded_and_compiled_steps_have_the_losses_of_plain_ones(changes):
     assert plain == pytest.approx(compiled, rel=3e-2)
 
 
+def test_views_for_the_score_are_not_rounded():
+    """Steps compute in bfloat16; places in an image would be off by half a pixel in that."""
+    images = open_images(stripes_and_spots())
+    training = start(images, Settings(n_clusters=2, epochs=12, width=16, device="cuda"))
+    seen = []
+    changed = training._changed
+    training._changed = lambda x: seen.append(changed(x)) or seen[-1]
+    rows = [training.run_epoch()[0] for _ in range(12)]
+    assert seen and all(view.dtype == torch.float32 for view in seen)
+    assert torch.equal(seen[0], seen[1])  # the same views in every epoch
+    assert 0.5 < rows[-1]["score"] <= 1
+
+
 def test_streamed_images_give_nearly_the_same_run():
     images = open_images(stripes_and_spots(480))
     settings = dict(n_clusters=2, epochs=3, width=16, batch_size=48, device="cuda")
