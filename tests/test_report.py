@@ -484,6 +484,19 @@ def test_close_clusters():
     assert by[0, 1].swapped == pytest.approx(0.9) and by[2, 3].swapped == 1 and by[1, 2].swapped == pytest.approx(0.1)
 
 
+def test_a_run_that_kept_to_its_minutes_is_not_said_to_be_repeated_by_its_epochs(made):
+    assert collected(made)["uneven_epochs"] is None
+    schedule = {"epochs": 2, "steps": {"": 1.0}, "renewal": {"; ": 1.0}, "end": 0.0}
+    made.write_schedule(schedule | {"shares": [1.0, 1.0]})
+    assert collected(made)["uneven_epochs"] is None
+    same = "gives the same result"
+    assert same in write_report(made.path).read_text()
+    made.write_schedule(schedule | {"shares": [1.0, 0.5]})
+    assert collected(made)["uneven_epochs"] == 0.75
+    page = write_report(made.path).read_text()
+    assert "took 75 % of the steps" in page and same not in page
+
+
 def test_only_the_closest_pairs_are_suggested(made, tmp_path):
     assert len(collected(made)["pairs"]) == 6
     assert collected(make_run(tmp_path, n_clusters=2))["pairs"] == []  # to merge the last two leaves nothing

@@ -296,7 +296,8 @@ class RunFolder:
     def open_finished(cls, path: Path) -> "RunFolder":
         """A run whose results are there, to regroup or export them."""
         run = cls.open(path)
-        model_folder(path)  # tells where a run has not finished
+        if not run.model.is_dir():
+            raise unfinished(path)
         return run
 
     def read_groups(self, n_clusters: int) -> Groups:
@@ -390,8 +391,12 @@ def model_folder(path: Path) -> Path:
     if run.model.is_dir():
         return run.model
     if run.metrics.exists() or run.checkpoint.exists() or run.previous.exists():
-        raise InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
+        raise unfinished(path)
     return path
+
+
+def unfinished(path: Path) -> InputError:
+    return InputError(f"The run {str(path)!r} has no model yet; finish it with: semclust fit --resume {path}")
 
 
 def fingerprint(pixels: np.ndarray, names: Sequence[str]) -> str:

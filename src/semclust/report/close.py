@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from semclust.groups import closeness
-
 PAIRS = 10
-LEAST = 0.0005  # overlap that is told: what is less would be shown as 0.0 %
+LEAST = 0.005  # overlap that is told: where there is less, clusters are apart
 
 
 @dataclass(frozen=True)
@@ -26,17 +24,16 @@ class Pair:
 def closest_pairs(
     cluster: np.ndarray, confidence: np.ndarray, runner_up: np.ndarray, margin: np.ndarray, n_clusters: int
 ) -> list[Pair]:
-    """The closest pairs, by the same measure as ``semclust reduce``, but by the two most likely clusters of each image
-    alone: all probabilities would take long to read where there are many clusters. Empty clusters are left out.
+    """The pairs that overlap most, by the two most likely clusters of each image: all probabilities would take long to
+    read where there are many clusters. Empty ones are left out.
 
     Columns of the table of assignments (N each); cluster, runner_up: positions, from 0 to ``n_clusters`` - 1."""
     second_chance = np.maximum(confidence - margin, 0)
     total = np.bincount(cluster, confidence, n_clusters) + np.bincount(runner_up, second_chance, n_clusters)
     shared = np.zeros((n_clusters, n_clusters))
     np.add.at(shared, (cluster, runner_up), confidence * second_chance)
-    shared += shared.T
+    shared = shared + shared.T
     overlap = shared / np.minimum(total[:, None], total[None, :]).clip(1e-12)
-    close = closeness(shared, total)
 
     sizes = np.bincount(cluster, minlength=n_clusters)
     choices = np.zeros((n_clusters, n_clusters))
@@ -46,7 +43,7 @@ def closest_pairs(
     first, second = np.triu_indices(n_clusters, k=1)
     told = (sizes[first] > 0) & (sizes[second] > 0) & (overlap[first, second] >= LEAST)
     first, second = first[told], second[told]
-    best = np.argsort(-close[first, second], kind="stable")[:PAIRS]
+    best = np.argsort(-overlap[first, second], kind="stable")[:PAIRS]
     return [
         Pair(int(i), int(j), float(overlap[i, j]), float(swapped[i, j]))
         for i, j in zip(first[best], second[best], strict=True)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from semclust.assignments import Assignments
+from semclust.budget import Schedule
 from semclust.config import Settings, from_json, is_own_code
 from semclust.display import printable
 from semclust.errors import DamagedFileError, in_short
@@ -109,6 +110,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "source": printable(str(config.get("data"))),
         "labels": printable(str(config["labels"])) if config.get("labels") else None,
         "command": printable(fit_command(config)),
+        "uneven_epochs": share_of_steps(run),
         "own_code": [
             f"your own {name}" for name in ("backbone", "augment") if is_own_code(config["settings"].get(name))
         ],
@@ -190,6 +192,13 @@ def all_names(names: list[str], confidence: np.ndarray, cluster: np.ndarray) -> 
     text = "\n".join(f"{position} {sure:.4f} {name}" for position, sure, name in lines)
     packed = zlib.compress(text.encode(), 9)
     return base64.b64encode(packed).decode() if len(packed) <= ALL_NAMES else None
+
+
+def share_of_steps(run: RunFolder) -> float | None:
+    """Of the steps of so many epochs, those that a run took which kept to a budget of time; None where it took all."""
+    stored = run.read_schedule()
+    shares = Schedule.from_json(*stored).shares if stored is not None else []
+    return sum(shares) / len(shares) if set(shares) - {1.0} else None
 
 
 def describe_pairs(
