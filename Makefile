@@ -1,5 +1,6 @@
 # make demo   fit the embedded digits on the CPU
 # make test   run the whole test suite
+# make cover  the same with the lines that no test reaches, in half as much time again
 # make check  lint, format and type check
 # make soak   the long tests: 200 fits and 50 resumes in one process, 100,000 damaged files for every reader (about 1 h)
 # Everything is installed into .venv; the versions are those of constraints.txt.
@@ -8,12 +9,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test check soak clean
+.PHONY: demo test cover check soak clean
 
 demo: .venv/demo
 	$(BIN)/semclust fit digits -k 10 --device cpu
 
 test: .venv/dev
+	$(BIN)/python -m pytest
+
+cover: .venv/dev
 	$(BIN)/python -m pytest --cov --cov-report=term
 
 check: .venv/dev
