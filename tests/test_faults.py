@@ -210,19 +210,12 @@ def finished(number: int) -> bool:
 
 def test_sigterm_while_steps_are_timed_is_told_and_leaves_a_run_to_begin_anew(run, monkeypatch):
     before = signal.getsignal(signal.SIGTERM)
-    measure = budget.measure
-
-    def disturbed(training):
-        os.kill(os.getpid(), signal.SIGTERM)
-        return measure(training)
-
-    monkeypatch.setattr(budget, "measure", disturbed)
+    monkeypatch.setattr(budget, "measure", lambda training: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(StoppedError, match="SIGTERM while steps were timed; nothing has been learned") as stopped:
         finish(run, minutes=0.2)
     assert stopped.value.status == 143 and signal.getsignal(signal.SIGTERM) is before
-    assert not run.checkpoint.exists()
-    monkeypatch.setattr(budget, "measure", measure)
-    assert finish(run, minutes=0.2).history
+    assert not run.checkpoint.exists() and run.read_schedule() is None
+    assert finish(run).history
 
 
 @pytest.mark.parametrize("asked, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
