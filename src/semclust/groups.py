@@ -119,7 +119,7 @@ class Groups:
         """Merge the closest two, again and again, until ``to`` clusters are left; all this is one step.
 
         p: probabilities of the clusters of the fit for its images (N x C). How close two clusters are is told by
-        ``closeness``; empty ones go first. Returns the merged pairs of ids.
+        ``_closeness``; empty ones go first. Returns the merged pairs of ids.
         """
         ids = self.ids
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or not FEWEST <= to < len(ids):
@@ -129,7 +129,7 @@ class Groups:
         shared, total, empty = _shared(self.apply(p))
         merges = []
         while len(ids) > to:
-            close = closeness(shared, total)
+            close = _closeness(shared, total)
             if empty.any():
                 close[~(empty[:, None] | empty[None, :])] = -np.inf
             a, b = divmod(int(close.argmax()), len(ids))
@@ -236,7 +236,7 @@ def _shared(p: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return shared, total, sizes == 0
 
 
-def closeness(shared: np.ndarray, total: np.ndarray) -> np.ndarray:
+def _closeness(shared: np.ndarray, total: np.ndarray) -> np.ndarray:
     """How close each two clusters are: how many images could be in either, beside as many as would be by chance at
     their sizes, so that a cluster does not become the closest of all as it grows. In the upper triangle (R x R); -inf
     elsewhere.

@@ -44,9 +44,10 @@ def renew_labels(
         if epoch <= task.plan.begins:  # the labels so far were random: no swap means anything
             churn = math.nan
             task.s.fill_(1)
-        if name in ("cluster", told) or (task.teacher is not None and taught):
+        teaches = taught and task.teacher is not None
+        if name in ("cluster", told) or teaches:
             p[name] = classifier(seen).softmax(1)
-        if task.teacher is not None and taught:
+        if teaches:
             even_out(task, settings, p[name])
         if name == told:
             sure = share_sure(task, settings, p[name])
