@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
+from semclust import model
 from semclust.augment import choose_augmentation
 from semclust.backbones import (
     GroupedBatchNorm1d,
@@ -433,6 +434,14 @@ def test_every_2d_batch_norm_of_a_network_is_grouped_and_nothing_else_changes():
     x = torch.rand(8, 3, 8, 8)
     assert_close(encoder.backbone(x), torch.cat([before.backbone(part) for part in x.split(4)]))
     assert_close(encoder.eval()(x)[0], before.eval()(x)[0])
+
+
+def test_batch_norms_are_folded_on_a_gpu_alone(monkeypatch):
+    """A CPU has no convolution that adds and rectifies, too, even where it computes in bfloat16."""
+    monkeypatch.setattr(model, "computes_in_bfloat16", lambda device: True)
+    settings = Settings(epochs=10, augment="natural", backbone="resnet10", width=8)
+    encoder, _ = build_encoder(settings, (16, 16, 3), ["shared"])
+    assert encoder.folded() is None
 
 
 def test_whole_images_are_seen_as_large_as_the_views_that_were_learned_from():

@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import naive
 from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
-from semclust import core, fitting, metrics, open_images, refresh, train
+from semclust import core, devices, fitting, metrics, open_images, refresh, train
 from semclust.augment import AUGMENTATIONS, choose_augmentation, strokes
 from semclust.config import Settings, preset
 from semclust.contrast import MOMENTUM
@@ -409,11 +409,13 @@ def test_a_run_interrupted_in_every_phase_ends_in_the_same_bytes(tmp_path, monke
         dict(batch_norm_groups=2, sobel=True, task_sum="sum", online=False, backbone=TinyBackbone(2)),
         dict(tasks=("instance",)),
         dict(backbone="resnet18", width=2, batch_size=24),
+        dict(backbone="resnet18", width=8, batch_size=24, precision="auto"),
         FROM_THE_START,
     ],
-    ids=["own projections", "groups", "instance alone", "resnet18", "from the start"],
+    ids=["own projections", "groups", "instance alone", "resnet18", "bfloat16", "from the start"],
 )
-def test_a_run_with_other_settings_resumes_to_the_byte(tmp_path, changes):
+def test_a_run_with_other_settings_resumes_to_the_byte(tmp_path, changes, monkeypatch):
+    monkeypatch.setattr(devices, "computes_in_bfloat16", lambda device: True)  # of another CPU, if slowly
     images, settings = make_images(), tiny(epochs=4, **changes)
     expected = unbroken(tmp_path, images, settings)
     run = RunFolder.create(tmp_path, "broken")

@@ -176,7 +176,7 @@ class Settings:
     device: str = "auto"
     """cpu, cuda, cuda:1, mps. auto: a GPU where there is one."""
     precision: Literal["auto", "float32"] = "auto"
-    """Of convolutions and matrix products in training. auto: bfloat16 on a GPU that computes in it."""
+    """Of convolutions and matrix products in training. auto: bfloat16 on a GPU or CPU that computes in it."""
     images_on: Literal["auto", "device", "host"] = "auto"
     """Where the images lie: in the memory of the device, or streamed to it from the host's memory or disk.
     auto: on the device, where they take at most half of its free memory."""

@@ -28,7 +28,11 @@ def choose_device(device: str) -> torch.device:
 
 
 def computes_in_bfloat16(device: torch.device) -> bool:
-    """Whether the device is a GPU that does so itself, and does not only emulate it."""
+    """Whether the device does so itself, and does not only emulate it: then it is up to twice as fast."""
+    if device.type == "cpu":
+        # Not a public function: without it, as on a CPU without the instructions.
+        supported = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+        return torch.backends.mkldnn.is_available() and supported()
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 

@@ -71,7 +71,8 @@ class Encoder(nn.Module):
 
     def folded(self) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]] | None:
         """The same function with the weights as they are now, as fast as it predicts; None where there is no such."""
-        if not isinstance(self.backbone, SmallImageResNet) or not computes_in_bfloat16(self.mean.device):
+        device = self.mean.device
+        if not isinstance(self.backbone, SmallImageResNet) or device.type != "cuda" or not computes_in_bfloat16(device):
             return None
         backbone = FoldedResNet(self.backbone)
         return lambda x: self.project(backbone(self.edges((x - self.mean) / self.std)))

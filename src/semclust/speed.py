@@ -22,7 +22,7 @@ from semclust import __version__
 from semclust.augment import choose_augmentation
 from semclust.budget import measure
 from semclust.config import Settings
-from semclust.devices import choose_device, seconds_of, synchronise
+from semclust.devices import choose_device, computes_in_bfloat16, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
@@ -226,9 +226,9 @@ def flop_a_view(training: Training) -> int:
 
 
 def peak_tflops(device: torch.device, n: int = 8192) -> float:
-    """The fastest product of two matrices: in bfloat16 on a GPU, in float32 elsewhere."""
+    """The fastest product of two matrices: in bfloat16 where the device computes in it, in float32 elsewhere."""
     n = n if device.type == "cuda" else n // 4
-    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if computes_in_bfloat16(device) else torch.float32)
     b = torch.randn_like(a)
     repeats = 20 if device.type == "cuda" else 3
     for _ in range(3):
