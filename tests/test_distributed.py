@@ -531,6 +531,27 @@ def test_a_signal_to_one_process_stops_all_with_a_checkpoint(photos: Path, tmp_p
     assert training.run_epoch()[0]["epoch"] == epoch + 1
 
 
+LEAVES = """
+import os
+from pathlib import Path
+from semclust.distributed import joined
+with joined() as group:
+    group.exchange(group.rank)
+    import torch.distributed.nn  # as torch's compiler does
+print(*(thread.read_text() for thread in Path("/proc/self/task").glob("*/comm")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc to see threads")
+def test_nothing_of_a_group_outlives_it(tmp_path: Path):
+    """A thread that is left can end the process by SIGABRT on Python's way out."""
+    with two_processes(tmp_path, "-c", LEAVES) as processes:
+        for process in processes:
+            threads, errors = process.communicate(timeout=300)
+            assert process.returncode == 0, errors
+            assert threads and "gloo" not in threads
+
+
 def test_other_commands_run_in_one_process(monkeypatch, capsys):
     for name, value in environment(0, 2, free_port()).items():
         monkeypatch.setenv(name, value)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn.functional  # before there is a group: see joined
 from torch import Tensor, nn
 
 from semclust.devices import choose_device
@@ -288,7 +289,11 @@ _store: Any = None  # of the group that this process has joined
 
 @contextlib.contextmanager
 def joined() -> Iterator[Group]:
-    """Meet the other processes; inside the block they can talk."""
+    """Meet the other processes; inside the block they can talk.
+
+    Afterwards nothing is left of the group. If torch.distributed.nn, as torch's compiler does, were first imported in
+    between, its default arguments would hold the group, and a thread of gloo could still want Python's lock while
+    Python is on its way out, which ends the process by SIGABRT."""
     global _store
     group = from_environment()
     if group.alone:
