@@ -13,7 +13,7 @@ from semclust.errors import InputError
 STRONG = [augment.strong_natural, augment.strong_drawn]
 VIEWS = [
     *(augment.natural, augment.strokes, augment.crop_and_flip, augment.colour, augment.blur),
-    *(augment.light, augment.drawn, augment.shifted, augment.posed, augment.cut_out, *STRONG),
+    *(augment.light, augment.pen, augment.drawn, augment.shifted, augment.posed, augment.cut_out, *STRONG),
 ]
 ALL = [*VIEWS, augment.none]
 LUMINANCE = torch.tensor([0.299, 0.587, 0.114])
@@ -123,6 +123,19 @@ def test_warp_by_the_identity_returns_the_image():
     x = torch.rand(3, 2, 7, 11)
     theta = torch.eye(2, 3).expand(3, 2, 3)
     assert_close(augment.warp(x, theta), x, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("H, W", [(32, 32), (32, 64), (48, 16)])
+def test_what_is_turned_keeps_its_angles_in_images_that_are_no_squares(H, W):
+    y, x = torch.meshgrid(torch.arange(H) * 1.0, torch.arange(W) * 1.0, indexing="ij")
+    angle, one, zero = torch.tensor([0.3]), torch.ones(1), torch.zeros(1)
+    places = augment.warp(torch.stack([x, y])[None], augment.affine(angle, zero, one, one, zero, zero))[
+        0
+    ]  # where each pixel comes from
+    i, j = H // 2, W // 2
+    to_right, to_bottom = places[:, i, j + 1] - places[:, i, j], places[:, i + 1, j] - places[:, i, j]
+    cos, sin = math.cos(0.3), math.sin(0.3)
+    assert_close(torch.stack([to_right, to_bottom]), torch.tensor([[cos, sin], [-sin, cos]]), rtol=0, atol=1e-4)
 
 
 def test_warp_gives_each_sample_its_own_map_and_repeats_the_border():
@@ -336,10 +349,24 @@ def test_light_changes_brightness_and_contrast_and_no_hue():
     assert gain.min() < 0.6 and gain.max() > 1.4
 
 
-def test_a_drawing_is_moved_and_lit():
+def test_a_drawing_is_moved_drawn_with_another_pen_and_lit():
     x, u = torch.rand(20, 1, 12, 12), torch.rand(20, augment.drawn.numbers)
-    moved = augment.strokes.by(x, u[:, : augment.strokes.numbers])
-    assert_close(augment.drawn.by(x, u), augment.light.by(moved, u[:, augment.strokes.numbers :]))
+    for_strokes, for_pen, for_light = u.split([6, 2, 3], dim=1)
+    moved = augment.pen.by(augment.strokes.by(x, for_strokes), for_pen)
+    assert_close(augment.drawn.by(x, u), augment.light.by(moved, for_light))
+
+
+@pytest.mark.parametrize("side, line, thickest, thinnest", [(28, 4, 6, 2), (84, 12, 18, 6), (16, 4, 6, 2)])
+def test_a_pen_is_up_to_so_much_thicker_and_thinner(side, line, thickest, thinnest):
+    x = torch.zeros(1, 1, side, side)
+    first = (side - line) // 2
+    x[..., first : first + line] = 1
+    views = seeded(augment.pen, copies(x, 1000))[:, 0, side // 2]  # a row across the line
+    width = views.sum(1)
+    assert thinnest - 0.01 <= width.min() < thinnest + 0.1 and thickest - 0.1 < width.max() <= thickest + 0.01
+    assert abs(width.mean() - line) < 0.1 and 0.17 < (width == line).float().mean() < 0.23
+    dark = seeded(augment.pen, copies(1 - x, 1000))[:, 0, side // 2]
+    assert_close((1 - dark).sum(1), 2 * line - width, rtol=0, atol=1e-4)  # a dark line, by the same numbers
 
 
 # Weak and strong views.

@@ -23,6 +23,7 @@ Augmentation = Callable[[Tensor], Tensor]
 # hundredth of these: the median one of CIFAR-10 (grey) is 1.00 times as far from it as its image is, of Fashion-MNIST
 # 1.06, of letters in 22 fonts 1.27, of digits 1.37 (of 100 of them 1.2).
 MIRRORED, MIRRORED_AMONG, MIRRORED_SIZE, NEAR, UNLIKE = 1000, 4000, 16, 0.01, 1.15
+PEN_SIZE = 28  # px of an image, whose lines a pen makes up to one pixel thicker or thinner on either side
 BLUR_FROM = 64  # px; MoCo leaves blur out on smaller images, where it removes what there is to see
 # Luminance and two colour differences (the NTSC signal): turning the latter turns the hue.
 LUMINANCE = (0.299, 0.587, 0.114)
@@ -54,7 +55,7 @@ def random_view(numbers: int) -> Callable[[Callable[..., Tensor]], RandomView]:
 def strokes(x: Tensor, u: Tensor) -> Tensor:
     """Turned, sheared, scaled and shifted, but not mirrored or cropped, which can change the meaning of a drawing."""
     angle = between(-12, 12, u[:, 0]) * (math.pi / 180)
-    shear = between(-0.16, 0.16, u[:, 1])
+    shear = between(-0.25, 0.25, u[:, 1])  # as upright letters and slanted ones differ
     scale_x, scale_y = between(0.84, 1.16, u[:, 2]), between(0.84, 1.16, u[:, 3])
     shift_x, shift_y = between(-0.16, 0.16, u[:, 4]), between(-0.16, 0.16, u[:, 5])  # of half the side
     return warp(x, affine(angle, shear, scale_x, scale_y, shift_x, shift_y))
@@ -111,12 +112,23 @@ def light(x: Tensor, u: Tensor) -> Tensor:
     return colour.by(x, torch.cat([u, unchanged], dim=1))
 
 
-@random_view(strokes.numbers + light.numbers)
+@random_view(2)
+def pen(x: Tensor, u: Tensor) -> Tensor:
+    """Drawn with a thicker or a thinner pen, for 80 %: every pixel moves towards the brightest around it, or towards
+    the darkest. Which of both thickens depends on what is the line and what the ground."""
+    reach = max(1, round(min(x.shape[2:]) / PEN_SIZE))
+    side = 2 * reach + 1
+    brightest, darkest = F.max_pool2d(x, side, 1, reach), -F.max_pool2d(-x, side, 1, reach)
+    share = torch.where(u[:, 0] < 0.8, between(-1, 1, u[:, 1]), 0.0).to(x.dtype)[:, None, None, None]
+    return x + share.clamp(min=0) * (brightest - x) + share.clamp(max=0) * (x - darkest)
+
+
+@random_view(strokes.numbers + pen.numbers + light.numbers)
 def drawn(x: Tensor, u: Tensor) -> Tensor:
-    """Views for digits, glyphs and drawings: moved, and lighter or darker, by which they could be told apart without a
-    look at what they show."""
-    for_strokes, for_light = u.split([strokes.numbers, light.numbers], dim=1)
-    return light.by(strokes.by(x, for_strokes), for_light)
+    """Views for digits, glyphs and drawings: moved, with another pen, and lighter or darker, by all of which they could
+    be told apart, or grouped, without a look at what they show."""
+    for_strokes, for_pen, for_light = u.split([strokes.numbers, pen.numbers, light.numbers], dim=1)
+    return light.by(pen.by(strokes.by(x, for_strokes), for_pen), for_light)
 
 
 def hue_and_saturation(turn: Tensor, saturation: Tensor) -> Tensor:
@@ -275,6 +287,21 @@ def choose_augmentation(augment: str | Augmentation, crop_size: float = 1.0) -> 
     return AUGMENTATIONS[augment]
 
 
+def checked_view(view: object, x: Tensor) -> Tensor:
+    """What a user's own function made of the images x (n x c x H x W). Raise InputError where it is no view of them."""
+    if isinstance(view, Tensor) and view.dtype == x.dtype and view.ndim == 4 and view.shape[:2] == x.shape[:2]:
+        return view
+    found = f"{view.dtype} of {sides(view)}" if isinstance(view, Tensor) else type(view).__name__
+    raise InputError(
+        f"augment made {found} of a {x.dtype} of {sides(x)}; expected as many images, of as many channels, in the same "
+        "type."
+    )
+
+
+def sides(x: Tensor) -> str:
+    return " x ".join(map(str, x.shape))
+
+
 def weak_and_strong(augment: str | Augmentation) -> tuple[Augmentation, Augmentation]:
     """Views of whole images that change them hardly and strongly. A user's own function is taken for a usual change:
     without it, and with it and a hole, at the image's size."""
@@ -285,10 +312,15 @@ def weak_and_strong(augment: str | Augmentation) -> tuple[Augmentation, Augmenta
 
 def view_size(augment: str | Augmentation, image_shape: tuple[int, ...], crop_size: float = 1.0) -> tuple[int, int]:
     """Height and width of the views of images of shape (H, W, c); of a user's own function, taken to be the image's."""
-    if augment == "auto":  # as nobody but an earlier version would have stored it
+    if augment == "auto":  # as no finished model would have stored it
         raise InputError("augment='auto': expected what it was decided to be for the images, natural or strokes.")
     H, W, _ = image_shape
-    return (round(crop_size * H), round(crop_size * W)) if augment == "natural" else (H, W)
+    return smaller_sides(H, W, crop_size) if augment == "natural" else (H, W)
+
+
+def smaller_sides(H: int, W: int, size: float) -> tuple[int, int]:
+    """``size`` times a height and a width, a pixel at least."""
+    return max(1, round(size * H)), max(1, round(size * W))
 
 
 def between(low: float, high: float, u: Tensor) -> Tensor:
@@ -322,5 +354,8 @@ def warp(x: Tensor, theta: Tensor, size: float = 1.0) -> Tensor:
     """Resample each image by its own affine map (n x 2 x 3), at ``size`` times its sides; outside the image its
     border goes on."""
     n, c, H, W = x.shape
-    grid = F.affine_grid(theta.to(x.dtype), [n, c, round(size * H), round(size * W)], align_corners=False)
+    if H != W:  # places are told from -1 to 1 along either side, but what turns must turn as in a square
+        (a, b, e), (f, g, h) = (row.unbind(1) for row in theta.unbind(1))
+        theta = torch.stack([torch.stack([a, b * (H / W), e], 1), torch.stack([f * (W / H), g, h], 1)], 1)
+    grid = F.affine_grid(theta.to(x.dtype), [n, c, *smaller_sides(H, W, size)], align_corners=False)
     return F.grid_sample(x, grid, mode="bilinear", padding_mode="border", align_corners=False)
