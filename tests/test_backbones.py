@@ -1,12 +1,23 @@
 """Small-image ResNets: sizes, parameter counts, starting point and gradients; Sobel edges as a loop."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.testing import assert_close
 
-from semclust.backbones import BLOCKS, BasicBlock, FoldedResNet, SmallImageResNet, Sobel, convolve_pixels, fold
+from semclust.backbones import (
+    BLOCKS,
+    BasicBlock,
+    FoldedResNet,
+    SmallImageResNet,
+    Sobel,
+    convolution,
+    convolve_pixels,
+    fold,
+)
 
 
 def n_parameters_by_hand(name, in_channels, w):
@@ -67,6 +78,27 @@ def test_parameter_counts_of_the_full_networks(name, known):
     with torch.device("meta"):
         network = SmallImageResNet(name, 3, 64)
     assert n_parameters(network) == n_parameters_by_hand(name, 3, 64) == known
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("H, W", [(1, 1), (2, 1), (5, 1), (1, 2), (5, 3)])
+@pytest.mark.parametrize("stride", [1, 2])
+def test_gradients_of_the_smallest_maps_are_right(stride, H, W, dtype):
+    """On a CPU, in bfloat16, torch's own were what lay in memory before."""
+    for channels in (4, 8, 16, 64):
+        layer = convolution(channels, channels, stride)
+        x = torch.randn(6, channels, H, W).contiguous(memory_format=torch.channels_last)
+        plain = F.conv2d(x, layer.weight, stride=stride, padding=1)
+        shift = torch.randn_like(plain)
+        (expected,) = torch.autograd.grad(plain, layer.weight, shift)
+        for _ in range(3):
+            left_in_memory = [torch.full((2**n,), math.nan) for n in range(2, 17) for _ in range(8)]
+            del left_in_memory
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+                out = layer(x)
+            (found,) = torch.autograd.grad(out, layer.weight, shift.to(out.dtype))
+            assert out.dtype == dtype and out.shape == plain.shape
+            assert (found - expected).norm() <= (0.02 if dtype == torch.bfloat16 else 1e-5) * expected.norm()
 
 
 @pytest.mark.parametrize("name", sorted(BLOCKS))

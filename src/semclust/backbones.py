@@ -37,9 +37,9 @@ class BasicBlock(nn.Module):
 
     def __init__(self, in_channels: int, channels: int, stride: int):
         super().__init__()
-        self.conv1 = nn.Conv2d(in_channels, channels, 3, stride, padding=1, bias=False)
+        self.conv1 = convolution(in_channels, channels, stride)
         self.norm1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.conv2 = convolution(channels, channels)
         self.norm2 = nn.BatchNorm2d(channels)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or in_channels != channels:
@@ -51,6 +51,22 @@ class BasicBlock(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
         return F.relu(out + self.shortcut(x))
+
+
+def convolution(in_channels: int, channels: int, stride: int = 1) -> nn.Conv2d:
+    """Of 3 x 3 pixels."""
+    kind = nn.Conv2d if stride == 1 else StridedConvolution
+    return kind(in_channels, channels, 3, stride, padding=1, bias=False)
+
+
+class StridedConvolution(nn.Conv2d):
+    """A 3 x 3 convolution with a stride. Maps that are one pixel wide are so after any stride, and on a CPU get none
+    across: in bfloat16 torch 2.13 gives such a stride's weights gradients of whatever lies in memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda or x.shape[3] > 1:
+            return super().forward(x)
+        return F.conv2d(x, self.weight, stride=(self.stride[0], 1), padding=1)
 
 
 class Shortcut(nn.Conv2d):
@@ -151,18 +167,20 @@ def pool(feature: Tensor) -> Tensor:
 def build_backbone(
     backbone: str | nn.Module, image_shape: tuple[int, int, int], width: int | None, max_pool: bool, sobel: bool
 ) -> tuple[nn.Module, int]:
-    """The network for images of shape (H, W, c), and the dimension of its pooled feature."""
+    """The network for images of shape (H, W, c), and the dimension of its pooled feature. ``width``: of a named
+    one, see ``plan.usual_width``."""
     H, W, c = image_shape
     in_channels = 2 if sobel else c
     if isinstance(backbone, nn.Module):
         own = copy.deepcopy(backbone)
         return own, _n_features(own, (in_channels, H, W))
-    # Small images get by with fewer layers and channels, and then train in a minute on a CPU.
+    # Small images get by with fewer layers, and then train in a minute on a CPU.
     if backbone == "auto":
         backbone = "resnet18" if min(H, W) >= 32 else "resnet10"
     if not isinstance(backbone, str) or backbone not in BLOCKS:
         raise InputError(f"backbone={backbone!r}: expected {', '.join(BLOCKS)}, or in Python an nn.Module.")
-    width = width or max(16, min(64, min(H, W) ** 2 // 16 // 8 * 8))
+    if width is None:  # as no finished model would have stored it
+        raise InputError("width=None: expected the number that was decided on for the images.")
     return SmallImageResNet(backbone, in_channels, width, max_pool), 8 * width
 
 
