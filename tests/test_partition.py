@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 from semclust import partition
-from semclust.partition import cluster_means, k_means, nearest, spectral_partition
+from semclust.partition import cluster_means, k_means, nearest, nearest_neighbours, spectral_partition
 
 repeatable = settings(max_examples=25, deadline=None, derandomize=True)
 seeds = st.integers(0, 2**32 - 1)
@@ -212,13 +213,13 @@ def test_of_several_draws_of_landmarks_the_best_partition_is_taken(monkeypatch):
     torch.manual_seed(0)
     y = torch.arange(4).repeat_interleave(60)
     x = F.normalize(torch.eye(4, 12)[y] + 0.15 * torch.randn(240, 12), dim=1)
-    draw, drawn = partition.spectral_embedding, []
+    draw, drawn = partition.SpectralEmbedding, []
 
-    def one_good_draw(*args) -> Tensor:
+    def one_good_draw(*args) -> Callable[[Tensor], Tensor]:
         drawn.append(args)
-        return draw(*args) if len(drawn) == 5 else torch.randn(240, 8)
+        return draw(*args) if len(drawn) == 5 else lambda some: torch.randn(len(some), 8)
 
-    monkeypatch.setattr(partition, "spectral_embedding", one_good_draw)
+    monkeypatch.setattr(partition, "SpectralEmbedding", one_good_draw)
     assert agreement(spectral_partition(x, 4, tau=0.2), y) > 0.98
     assert len(drawn) == partition.DRAWS
 
@@ -226,8 +227,8 @@ def test_of_several_draws_of_landmarks_the_best_partition_is_taken(monkeypatch):
 @pytest.mark.parametrize("C, draws", [(10, 8), (100, 5), (400, 1)])
 def test_of_many_clusters_fewer_draws_are_made(C, draws, monkeypatch):
     drawn = []
-    draw = partition.spectral_embedding
-    monkeypatch.setattr(partition, "spectral_embedding", lambda *args: drawn.append(args) or draw(*args))
+    draw = partition.SpectralEmbedding
+    monkeypatch.setattr(partition, "SpectralEmbedding", lambda *args: drawn.append(args) or draw(*args))
     monkeypatch.setattr(partition, "EVEN_ROUNDS", 1)
     torch.manual_seed(0)
     spectral_partition(F.normalize(torch.randn(1200, 8), dim=1), C, tau=0.2)
@@ -240,7 +241,7 @@ def test_clusters_are_evened_out(C, shares):
     y = torch.multinomial(torch.tensor(shares), 2000, replacement=True)
     x = F.normalize(torch.eye(C, 8)[y] + 0.2 * torch.randn(2000, 8), dim=1)
     centre, _ = cluster_means(x, y, C)
-    even_centre, bonus = partition.evened_out(x, centre)
+    even_centre, bonus = partition.even_centres(x, centre)
     sizes = partition._cut(x, even_centre, bonus).bincount(minlength=C)
     assert sizes.max() < 1.6 * sizes.min()
     assert partition._cut(x, centre, torch.zeros(C)).bincount(minlength=C).max() > 1.5 * 2000 / C
@@ -251,7 +252,7 @@ def test_even_clusters_are_left_as_they_are():
     y = torch.arange(4).repeat_interleave(50)
     x = F.normalize(torch.eye(4, 8)[y] + 0.1 * torch.randn(200, 8), dim=1)
     centre, _ = cluster_means(x, y, 4)
-    assert torch.equal(partition._cut(x, *partition.evened_out(x, centre)), y)
+    assert torch.equal(partition._cut(x, *partition.even_centres(x, centre)), y)
 
 
 @pytest.mark.parametrize("C, each", [(2, 10), (4, 5), (5, 60), (10, 30)])
@@ -302,7 +303,7 @@ def test_chunks_do_not_change_k_means(chunk, monkeypatch):
         return k_means(x, 7)
 
     labels, centres = run()
-    monkeypatch.setattr(partition, "CHUNK", chunk)
+    monkeypatch.setattr(partition, "DISTANCES_AT_ONCE", chunk * 7 * 10)  # of 7 clusters, ten restarts side by side
     in_chunks, centres_in_chunks = run()
     assert torch.equal(labels, in_chunks)
     torch.testing.assert_close(centres, centres_in_chunks)
@@ -324,9 +325,10 @@ def test_chunks_do_not_change_the_spectral_partition(chunk, monkeypatch):
 
 
 def test_landmarks_from_a_sample_of_the_images_still_separate(monkeypatch):
+    """The sample must be dense enough for its landmarks, a sixth as many, to form the rings: 300 images are not."""
     torch.manual_seed(0)
-    x, y = rings(600)
-    monkeypatch.setattr(partition, "SAMPLE", 300)
+    x, y = rings(1200)
+    monkeypatch.setattr(partition, "SAMPLE", 600)
     assert agreement(spectral_partition(x, 2, tau=0.1), y) > 0.98
 
 
@@ -349,3 +351,18 @@ def test_centred_features_are_directions_from_the_mean_direction():
     unit = x / x.norm(dim=1, keepdim=True)
     away = unit - unit.mean(0)
     torch.testing.assert_close(partition.centred(3 * x), away / away.norm(dim=1, keepdim=True))
+
+
+def test_neighbours_among_very_many_are_sought_in_a_sample(monkeypatch):
+    torch.manual_seed(0)
+    x = F.normalize(torch.randn(300, 8), dim=1)
+    monkeypatch.setattr(partition, "CANDIDATES", 100)
+    monkeypatch.setattr(partition, "ROWS", 64)
+    torch.manual_seed(1)
+    found = nearest_neighbours(x, 5)
+    torch.manual_seed(1)
+    sample = torch.randperm(300)[:100]
+    closeness = x @ x[sample].T
+    closeness[torch.arange(300)[:, None] == sample] = -torch.inf
+    expected = sample[closeness.topk(5, dim=1).indices]
+    assert torch.equal(found.sort(1).values, expected.sort(1).values)

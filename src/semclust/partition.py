@@ -63,24 +63,25 @@ def spectral_partition(x: Tensor, n_clusters: int, tau: float, neighbours: int =
     """
     C = n_clusters
     # Of so many images, where the borders run is clear enough.
-    some = torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * C)]
+    some = x[torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * C)]]
     even = even and len(some) * C <= DISTANCES_AT_ONCE  # of very many clusters, none is large or small enough to matter
-    embedding = spectral_embedding(x, 2 * C if even else C, tau, neighbours)
-    label = _cut(embedding, k_means(F.normalize(embedding[some, :C], dim=1), C)[1])
-    if not even:
-        return label
-    judge = Judge(x[some], C)
-    own, best = judge(label[some]), -math.inf
-    for draw in range(max(1, min(DRAWS, CENTRES // C))):
-        if draw:  # other landmarks make another graph
-            embedding = spectral_embedding(x, 2 * C, tau, neighbours)
-        of_some = embedding[some]
-        for centre, bonus in even_cuts(of_some, C):
-            found = judge(_cut(of_some, centre, bonus))
-            may_be = found.cut <= MORE_CUT * own.cut + FEW_CUT and found.modularity > own.modularity
-            if may_be and found.worth > best:
-                label, best = _cut(embedding, centre, bonus), found.worth
-    return label
+    embed = SpectralEmbedding(some, 2 * C if even else C, tau, neighbours)
+    of_some = embed(some)
+    cut = embed, k_means(F.normalize(of_some[:, :C], dim=1), C)[1], torch.zeros(C, device=x.device)
+    if even:
+        judge = Judge(some, C)
+        own, best = judge(_cut(of_some, *cut[1:])), -math.inf
+        for draw in range(max(1, min(DRAWS, CENTRES // C))):
+            if draw:  # other landmarks make another graph
+                embed = SpectralEmbedding(some, 2 * C, tau, neighbours)
+                of_some = embed(some)
+            for centre, bonus in even_cuts(of_some, C):
+                found = judge(_cut(of_some, centre, bonus))
+                may_be = found.cut <= MORE_CUT * own.cut + FEW_CUT and found.modularity > own.modularity
+                if may_be and found.worth > best:
+                    cut, best = (embed, centre, bonus), found.worth
+    embed, centre, bonus = cut
+    return torch.cat([_cut(embed(chunk), centre, bonus) for chunk in x.split(CHUNK)])
 
 
 def even_cuts(embedding: Tensor, n_clusters: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -89,7 +90,7 @@ def even_cuts(embedding: Tensor, n_clusters: int) -> Iterator[tuple[Tensor, Tens
     for n_vectors in (C, round(1.5 * C), 2 * C):  # classes that touch are parted by later vectors
         rows = F.normalize(embedding[:, :n_vectors], dim=1)
         for _ in range(ATTEMPTS):
-            yield evened_out(rows, k_means(rows, C, restarts=1)[1])
+            yield even_centres(rows, k_means(rows, C, restarts=1)[1])
 
 
 @dataclass(frozen=True)
@@ -120,44 +121,39 @@ class Judge:
         return Judgement(cut, 1 - cut - share.square().sum().item(), between.item())
 
 
-def spectral_embedding(x: Tensor, n_vectors: int, tau: float, neighbours: int) -> Tensor:
-    """The eigenvectors of the largest eigenvalues of the neighbour graph of unit features x (N x d), the largest first:
-    N x n_vectors, or fewer where there are not as many.
+class SpectralEmbedding:
+    """The eigenvectors of the largest eigenvalues of a neighbour graph, the largest first, as a function of an image.
 
-    Images are joined through p landmarks (Chen & Cai 2011): each is tied to its nearest few, and two
-    images are close when they share landmarks. The eigenvectors of that graph come from a p x p
-    matrix, so the cost grows with N, not with its square.
-    """
-    n_landmarks = min(len(x), max(n_vectors, min(LANDMARKS, len(x) // 6)))
-    sample = x[torch.randperm(len(x), device=x.device)[: max(SAMPLE, OF_EACH * n_landmarks)]]
-    landmark = F.normalize(k_means(sample, n_landmarks, restarts=1, rounds=10)[1], dim=1)
+    Images are joined through p landmarks (Chen & Cai 2011): each is tied to its nearest few, and two images are close
+    when they share landmarks. The eigenvectors of that graph come from a p x p matrix, and its ties tell those of
+    images besides."""
 
-    def zeros(*shape: int) -> Tensor:
-        return torch.zeros(shape, dtype=x.dtype, device=x.device)
+    def __init__(self, x: Tensor, n_vectors: int, tau: float, neighbours: int):
+        """Of the unit features x (N x d): ``n_vectors``, or fewer where there are not as many."""
+        self.tau, n_landmarks = tau, min(len(x), max(n_vectors, min(LANDMARKS, len(x) // 6)))
+        self.landmark = F.normalize(k_means(x, n_landmarks, restarts=1, rounds=10)[1], dim=1)
+        self.neighbours = min(neighbours, n_landmarks)
+        ties = [self.ties(chunk) for chunk in x.split(CHUNK)]
+        scale = torch.stack([chunk.sum(0) for chunk in ties]).sum(0).clamp(min=1e-6).rsqrt()
+        graph = x.new_zeros(n_landmarks, n_landmarks)
+        for chunk in ties:
+            z = chunk * scale
+            graph += z.T @ z
+        # In double precision, which not every GPU has; the largest eigenvalues come last.
+        matrix = graph.double() if graph.is_cuda else graph.cpu().double()
+        self.vector = scale[:, None] * torch.linalg.eigh(matrix)[1].flip(1)[:, :n_vectors].to(x)
 
-    near = []  # of each chunk: the nearest landmarks and the weights of the ties to them, which sum to 1
-    for chunk in x.split(CHUNK):
-        closeness, which = (chunk @ landmark.T).topk(min(neighbours, n_landmarks), dim=1)
-        near.append((which, (closeness / tau).softmax(1)))
+    def ties(self, x: Tensor) -> Tensor:
+        """Of unit features x to the landmarks, the nearest alone, which sum to 1 (N x p)."""
+        closeness, which = (x @ self.landmark.T).topk(self.neighbours, dim=1)
+        return x.new_zeros(len(x), len(self.landmark)).scatter_(1, which, (closeness / self.tau).softmax(1))
 
-    def ties(which: Tensor, weight: Tensor) -> Tensor:
-        """The same as a whole matrix (chunk x p)."""
-        return zeros(len(which), n_landmarks).scatter_(1, which, weight)
-
-    degree, graph = zeros(n_landmarks), zeros(n_landmarks, n_landmarks)
-    for chunk_ties in near:
-        degree += ties(*chunk_ties).sum(0)
-    scale = degree.clamp(min=1e-6).rsqrt()
-    for chunk_ties in near:
-        z = ties(*chunk_ties) * scale
-        graph += z.T @ z
-    # In double precision, which not every GPU has; the largest eigenvalues come last.
-    matrix = graph.double() if graph.is_cuda else graph.cpu().double()
-    vector = torch.linalg.eigh(matrix)[1].flip(1)[:, :n_vectors].to(x)
-    return torch.cat([ties(*chunk_ties) * scale @ vector for chunk_ties in near])
+    def __call__(self, x: Tensor) -> Tensor:
+        """The vectors' values of unit features x: N x n_vectors."""
+        return torch.cat([self.ties(chunk) @ self.vector for chunk in x.split(CHUNK)])
 
 
-def evened_out(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
+def even_centres(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     """Centres (C x d), and a bonus for each (C), by which the unit rows of x fall into clusters of about one size."""
     N, C = len(x), len(centre)
     factor = torch.ones_like(centre[:, 0])  # by which the bonus makes each cluster more likely
@@ -171,7 +167,7 @@ def evened_out(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
     return centre, factor.log() * SOFTNESS
 
 
-def _cut(embedding: Tensor, centre: Tensor, bonus: Tensor | float = 0.0) -> Tensor:
+def _cut(embedding: Tensor, centre: Tensor, bonus: Tensor) -> Tensor:
     """The cluster of each row: of the nearest centre, among as many eigenvectors as that has, after its bonus."""
     rows = max(1, DISTANCES_AT_ONCE // len(centre))
     chunks = (F.normalize(chunk[:, : centre.shape[1]], dim=1) for chunk in embedding.split(rows))
@@ -217,13 +213,19 @@ def nearest(x: Tensor, centre: Tensor) -> tuple[Tensor, Tensor]:
 
 def _spread_out(x: Tensor, n_clusters: int, restarts: int) -> Tensor:
     """k-means++ (Arthur & Vassilvitskii 2007): each centre is drawn far from those before it. restarts x C x d."""
+    of_row = x.square().sum(1, keepdim=True)
+
+    def to(centre: Tensor) -> Tensor:
+        """Squared distances. By products, which for so few centres is faster than ``cdist``."""
+        return (of_row + centre.square().sum(1) - x @ (2 * centre).T).clamp(min=0)
+
     centre = x[torch.randint(len(x), (restarts,), device=x.device)]
-    centres, distance = [centre], torch.cdist(x, centre).square()
+    centres, distance = [centre], to(centre)
     for _ in range(n_clusters - 1):
         # Of exponential waiting times at these rates, the shortest is each one's with a chance in proportion to its
         # rate. Where every image already lies on a centre, any will do.
         rate = distance + (distance.amax(0) == 0)
         centre = x[(rate / torch.empty_like(rate).exponential_()).argmax(0)]
         centres.append(centre)
-        distance = torch.minimum(distance, torch.cdist(x, centre).square())
+        distance = torch.minimum(distance, to(centre))
     return torch.stack(centres, dim=1)
