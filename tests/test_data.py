@@ -776,8 +776,22 @@ def test_constant_floats(value: float):
 
 def test_shares_given_to_a_model_of_bytes_are_refused():
     refused(np.full((2, 16, 16), 0.5), "X * 255", value_range=(0.0, 255.0))
+    refused(np.linspace(0, 1, 512).reshape(2, 16, 16), "3.5 to 250 is expected: use X * 250", value_range=(3.5, 250.0))
+    refused(np.linspace(-1, 1, 512).reshape(2, 16, 16), "use (X + 1) * 127.5", value_range=(0.0, 255.0))
     assert open_images(np.zeros((2, 16, 16)), value_range=(0.0, 255.0)).pixels.max() == 0
     assert (open_images(np.full((2, 16, 16), 77.0), value_range=(0.0, 255.0)).pixels == 77).all()
+
+
+@pytest.mark.parametrize("value_range", [(0.0, 1.0), (-1.0, 1.0)])
+def test_floats_of_another_range_than_was_fitted_are_refused(value_range, monkeypatch):
+    """Also part by part; single values that stick out are cut off."""
+    monkeypatch.setattr(arrays, "CHUNK_VALUES", 2 * 400)
+    x = noise(5, 20, 20).astype(np.float32)
+    refused(x, "0 to 255, on average 12", f"{value_range[0]:g} to 1 is expected", value_range=value_range)
+    refused(-x, "0, on average -12", value_range=value_range)
+    x /= 255
+    x[3, 4, 5] = 99
+    assert open_images(x, value_range=value_range).pixels[3, 4, 5, 0] == 255
 
 
 @pytest.mark.parametrize(

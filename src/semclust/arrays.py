@@ -18,6 +18,7 @@ from semclust.errors import InputError, in_short
 
 BYTE_RANGE = (0.0, 255.0)
 CHUNK_VALUES = 2**22  # array values converted at once
+FAR = 2  # times as wide as the range that is expected: values that are on average so far outside are of another one
 
 Size = tuple[int, int]  # H, W
 Range = tuple[float, float]
@@ -53,7 +54,7 @@ def chunks(n: int, values_each: int) -> Iterator[slice]:
 
 def choose_range(array: np.ndarray, asked: Range | None) -> Range:
     """The values of a float array that become 0 and 255."""
-    low, high, n_bad, first_bad = math.inf, -math.inf, 0, ""
+    low, high, mean, n_bad, first_bad = math.inf, -math.inf, 0.0, 0, ""
     for rows in chunks(len(array), array[0].size):
         bad = ~np.isfinite(array[rows])
         if bad.any():
@@ -61,6 +62,7 @@ def choose_range(array: np.ndarray, asked: Range | None) -> Range:
             image, *rest = np.argwhere(bad)[0].tolist()
             first_bad = first_bad or f"X{[rows.start + image, *rest]}"
         low, high = min(low, float(array[rows].min())), max(high, float(array[rows].max()))
+        mean += float(array[rows].mean(dtype=np.float64)) * len(array[rows]) / len(array)
     if n_bad:
         raise InputError(
             f"{n_bad} of {array.size} values are NaN or infinite, the first is {first_bad}; "
@@ -68,9 +70,16 @@ def choose_range(array: np.ndarray, asked: Range | None) -> Range:
         )
     if asked is None:
         return (0.0, 1.0) if low >= 0 and high <= 1 else (low, high)
-    if tuple(asked) == BYTE_RANGE and low >= 0 and 0 < high <= 1:  # a set of black images is less likely
-        raise InputError("All values lie within 0 to 1, where 0 to 255 is expected: use X * 255.")
-    return float(asked[0]), float(asked[1])
+    least, most = map(float, asked)
+    if low >= -1 and 0 < high <= 1 < most / FAR:  # a set of black images is less likely
+        within, use = ("0 to 1", f"X * {most:g}") if low >= 0 else ("-1 to 1", f"(X + 1) * {most / 2:g}")
+        raise InputError(f"All values lie within {within}, where {least:g} to {most:g} is expected: use {use}.")
+    if least < most and not least - FAR * (most - least) <= mean <= most + FAR * (most - least):
+        raise InputError(
+            f"The values are {low:g} to {high:g}, on average {mean:g}, where {least:g} to {most:g} is expected: give "
+            "them in the units of the images that were fitted."
+        )
+    return least, most
 
 
 def scale(part: np.ndarray, value_range: Range) -> np.ndarray:
