@@ -9,6 +9,7 @@ METHOD-seedN.json, semclust fit their folders NAME, NAME-2, ...  --out FILE keep
 
 import argparse
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from rich.console import Console
@@ -27,8 +28,9 @@ def main() -> None:
     asked = arguments.parse_args()
     groups: dict[str, list[Rows]] = {}
     for folder in asked.folders:
-        for name, rows in read_rows(folder).items():
-            groups.setdefault(group_of(name), []).append(rows)
+        found = read_rows(folder)
+        for name, rows in found.items():
+            groups.setdefault(group_of(name, found), []).append(rows)
     if not groups:
         arguments.error("no run there has both a label-free score and an ACC")
     judged = {name: judge_score(runs) for name, runs in sorted(groups.items())}
@@ -43,10 +45,14 @@ def main() -> None:
         write_json(asked.out, judged)
 
 
-def group_of(name: str) -> str:
-    """Of a run's path: data set and method, without the seed."""
+def group_of(name: str, names: Collection[str]) -> str:
+    """Of a run's path: data set and method, without the seed. ``names``: of all runs; NAME-2 is another run of NAME
+    only where there is a NAME."""
+    numbered = re.fullmatch(r"(.*)-\d+", name)
+    if numbered and numbered[1] in names:
+        name = numbered[1]
     parts = [part for part in Path(name).parts if part != "runs"]
-    return re.sub(r"(-seed\d+\.json|-\d+)$", "", "/".join(parts[-2:]))
+    return re.sub(r"-seed\d+\.json$", "", "/".join(parts[-2:]))
 
 
 def show(judged: dict[str, dict]) -> None:

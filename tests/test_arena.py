@@ -2,12 +2,15 @@
 
 import json
 import math
+import runpy
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.testing import assert_close
 
 from conftest import make_images, noisy_groups, save_images, tiny
 from semclust import fitting, metrics
@@ -15,11 +18,12 @@ from semclust.arena import label_free, tables
 from semclust.arena.bars import bar_chart
 from semclust.arena.baselines import DeepCluster, pixel_clusters, whiten
 from semclust.arena.machine import forget_peak, peak_gib
-from semclust.arena.methods import COMPARED, METHODS, WITHOUT, ablation
+from semclust.arena.methods import COMPARED, METHODS, ablation, without
 from semclust.arena.runs import judge
 from semclust.cli import main, parse, settings_from
 from semclust.config import Settings, check, preset
 from semclust.data import open_images
+from semclust.partition import centred
 
 CPU = torch.device("cpu")
 SMALL = "--image-size 8 --width 2 --backbone resnet10 --no-max-pool --batch-size 256 --projection-dim 8 --device cpu"
@@ -149,10 +153,10 @@ def test_the_ablation_shares_runs_and_draws_bars(compared, digits, capsys):
     assert bench(digits, *words) == 0
     assert capsys.readouterr().out.count("(of before)") == 2  # the whole method, and instance contrast alone
     rows = json.loads((compared / "ablation.json").read_text())["rows"]
-    assert [row["method"] for row in rows] == ["semclust, default", *WITHOUT]
+    assert [row["method"] for row in rows] == ["semclust, default", *without(Settings())]
     chart = ElementTree.parse(compared / "ablation.svg").getroot()
     texts = [text.text for text in chart.iter("{http://www.w3.org/2000/svg}text")]
-    assert set(texts) >= {"semclust, default", *WITHOUT, f"{rows[0]['last']['acc'][0]:.3f}"}
+    assert set(texts) >= {"semclust, default", *without(Settings()), f"{rows[0]['last']['acc'][0]:.3f}"}
 
 
 # ---- the rows ------------------------------------------------------------------------------------------
@@ -167,10 +171,20 @@ def test_flags_hold_for_every_method_also_where_they_are_a_presets_own_value():
 
 
 def test_every_row_of_the_ablation_changes_what_is_there():
-    for changes in WITHOUT.values():
-        check(Settings(**changes))
-        assert any(getattr(Settings(), name) != value for name, value in changes.items())
-    assert len(ablation("default")) == 1 + len(WITHOUT)
+    for name in ("default", "paper"):
+        settings = Settings(**preset(name))
+        rows = without(settings)
+        for changes in rows.values():
+            check(replace(settings, **changes))
+            assert any(getattr(settings, name) != value for name, value in changes.items())
+        assert len(ablation(name, settings)) == 1 + len(rows)
+
+
+def test_the_ablation_is_of_the_parts_that_there_are():
+    of_paper = without(Settings(**preset("paper")))
+    assert of_paper["without half as many clusters beside"] == {"tasks": ("cluster", "instance")}
+    paper_lacks = {"without own labels", "without neighbours", "without attraction", "without over-clusters"}
+    assert paper_lacks <= set(without(Settings())) and not paper_lacks & set(of_paper)
 
 
 def test_a_folder_of_classes(tmp_path):
@@ -342,3 +356,73 @@ def test_the_learning_rate_of_deepcluster_falls_once(digits):
     training = fitting.start(open_images(digits, size=8), settings, kind=DeepCluster)
     rates = [training.learning_rate(epoch) for epoch in range(20)]
     assert rates == sorted(rates, reverse=True) and len(training._order()[0]) == training.batch_size
+
+
+# ---- looks at features ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def close_look() -> dict:
+    return runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "close_look.py"))
+
+
+def test_neighbours_tell_the_class_of_images_that_lie_together(close_look):
+    """Also where the images come class by class, as from folders."""
+    labels = np.repeat([f"class {i}" for i in range(6)], 40)
+    means = np.eye(8)[:6][np.unique(labels, return_inverse=True)[1]]
+    apart = torch.from_numpy(means + np.random.default_rng(0).normal(0, 0.01, (240, 8))).float()
+    assert close_look["neighbours_tell"](apart, labels) == (1.0, 1.0)
+    anywhere = torch.from_numpy(np.random.default_rng(1).normal(size=(240, 8)))
+    knn, purity = close_look["neighbours_tell"](anywhere, labels)
+    assert knn < 0.5 and purity < 0.3
+
+
+def test_principal_components_are_told_from_the_largest_on(close_look):
+    features = torch.from_numpy(np.random.default_rng(0).normal(size=(300, 120)) * np.linspace(1, 5, 120)).float()
+    found = close_look["principal_components"](features)
+    assert found.shape == (300, 96) and found.dtype == torch.float16
+    assert (found.float().square().sum(0).diff() <= 0.01).all()
+    x = centred(features)
+    assert_close(found.float() @ found.float().T, x @ x.T, atol=0.1, rtol=0)  # but for 24 small directions
+
+
+def test_a_look_is_at_the_epoch_that_has_ended(close_look):
+    """The next one may look by another network, and at another size."""
+
+    class Run:
+        epoch = 7
+
+        def features(self):
+            return self.epoch
+
+    looks = close_look["Looks"]("title", np.zeros(4), 1, None)
+    looks.training = Run()
+    assert looks.features_of_the_epoch() == 6 and looks.training.epoch == 7
+
+
+def test_runs_are_grouped_by_data_set():
+    group_of = runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "label_free.py"))["group_of"]
+    names = ["runs/cifar-10", "runs/cifar-10-2", "runs/cifar-100", "bench/digits/runs/default-seed1.json"]
+    assert [group_of(name, names) for name in names] == ["cifar-10", "cifar-10", "cifar-100", "digits/default"]
+
+
+def test_a_close_look_writes_what_bench_does_and_tells_of_every_phase(close_look, tmp_path, monkeypatch, capsys):
+    pixels, order = noisy_groups(60, 8), np.argsort(np.arange(60) % 4, kind="stable")
+    np.savez(tmp_path / "named.npz", images=pixels[order], labels=np.array(list("abcd"))[np.arange(60) % 4][order])
+    words = f"{tmp_path / 'named.npz'} --methods default paper --seeds 1 --epochs 4 {SMALL} --out {tmp_path / 'looked'}"
+    kept = tmp_path / "kept"
+    monkeypatch.setattr("sys.argv", ["close_look.py", "--every", "9", "--keep", str(kept), *words.split()])
+    close_look["main"]()
+    told = capsys.readouterr().out
+    looks = [line.split("epoch ")[1].split(":")[0] for line in told.splitlines() if "kNN" in line]
+    assert looks == ["1, instances", "2, over-clusters", "3, clusters", "4, own labels", "1, clusters", "4, clusters"]
+    assert told.count("mostly") == 2 * 4
+    features = {path.name: np.load(path) for path in kept.iterdir()}
+    default = [f"semclust-default-seed-0-1-of-2-{epoch}.npy" for epoch in (1, 2, 3, 4)]
+    assert sorted(features) == [
+        *default,
+        "semclust-paper-seed-0-2-of-2-4.npy",
+    ]  # of one phase, whose first epoch ends none
+    assert {len(x) for x in features.values()} == {60}
+    assert bench(*words.split()) == 0  # whose runs these are
+    assert "(of before)" in capsys.readouterr().out

@@ -3,8 +3,11 @@
 Light: the command line reads the names without importing torch.
 """
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from semclust.config import Settings
 
 Name = Literal["quick", "default", "best", "paper", "k-means", "moco", "deepcluster"]
 
@@ -31,29 +34,38 @@ METHODS: dict[Name, Method] = {
 }
 COMPARED: tuple[Name, ...] = ("default", "k-means", "moco", "deepcluster", "paper")
 
-# What each part is worth: the settings that take it away. The first four are the paper's ablations,
-# the others what the default adds to the paper.
-WITHOUT: dict[str, dict[str, Any]] = {
-    "without cross-cluster discrimination": {"cross_cluster": False},
-    "without online cluster discrimination": {"online": False},
-    "without hard samples": {"hard_samples": False},
-    "instance contrast alone": INSTANCE_ALONE,
-    "without own labels": {"self_label_from": 1.0},
-    "without neighbours": {"neighbours": 0},
-    "without nearest keys as positives": {"nearest": 0.0},
-    "without over-clusters": {"tasks": ("cluster", "instance")},
-    "with half as many clusters beside": {"tasks": ("cluster", "under", "over", "instance")},
-    "over-clusters by their classifier": {"over_by": "classifier"},
-    "without attraction": {"attraction": 0.0},
-    "crops of the full size": {"crop_size": 1.0},
-}
+
+def without(settings: Settings) -> dict[str, dict[str, Any]]:
+    """What each part of these settings is worth: the changes that take it away. The first four are the paper's
+    ablations, the others what the default adds to the paper."""
+    tasks = settings.tasks
+    rows: dict[str, dict[str, Any]] = {
+        "without cross-cluster discrimination": {"cross_cluster": False},
+        "without online cluster discrimination": {"online": False},
+        "without hard samples": {"hard_samples": False},
+        "instance contrast alone": INSTANCE_ALONE,
+        "without own labels": {"self_label_from": 1.0},
+        "without neighbours": {"neighbours": 0},
+        "without nearest keys as positives": {"nearest": 0.0},
+        "without attraction": {"attraction": 0.0},
+        "crops of the full size": {"crop_size": 1.0},
+    }
+    if "over" in tasks:
+        rows["without over-clusters"] = {"tasks": tuple(task for task in tasks if task != "over")}
+        rows["over-clusters by their classifier"] = {"over_by": "classifier"}
+    if "under" in tasks:
+        rows["without half as many clusters beside"] = {"tasks": tuple(task for task in tasks if task != "under")}
+    else:
+        rows["with half as many clusters beside"] = {"tasks": (*tasks, "under")}
+    return {title: row for title, row in rows.items() if dataclasses.replace(settings, **row) != settings}
 
 
-def ablation(preset: str) -> dict[str, Method]:
-    """The whole method and the method without each of its parts, by the name that its runs are stored under. The
-    whole and instance contrast alone are rows of the comparison too, and share their runs with it."""
+def ablation(preset: str, settings: Settings) -> dict[str, Method]:
+    """The whole method, a preset with the ``settings`` of the command, and the method without each of its parts, by the
+    name that its runs are stored under. The whole and instance contrast alone are rows of the comparison too, and share
+    their runs with it."""
     whole: dict[str, Method] = {preset: Method(f"semclust, {preset}", preset)}
-    for title, changes in WITHOUT.items():
+    for title, changes in without(settings).items():
         stored = "moco" if changes == METHODS["moco"].changes else title.replace(" ", "-")
         whole[stored] = Method(title, preset, changes)
     return whole

@@ -47,8 +47,15 @@ class BenchData:
     settings: OmitArgPrefixes[FitSettings] = dataclasses.field(default_factory=FitSettings)
 
 
-def run(command: BenchData, settings_of: Callable[[str], FitSettings], k_given: bool, console: "Console") -> None:
-    """``settings_of``: a preset with the flags of the command over it. ``k_given``: whether -k is among them."""
+def run(
+    command: BenchData,
+    settings_of: Callable[[str], FitSettings],
+    k_given: bool,
+    console: "Console",
+    watcher: "Callable[[str, np.ndarray], Watcher] | None" = None,
+) -> None:
+    """``settings_of``: a preset with the flags of the command over it. ``k_given``: whether -k is among them.
+    ``watcher``: makes what watches a run, of its title and the labels; by default a line that tells how far it is."""
     from semclust.arena import tables
     from semclust.arena.runs import carry_out
     from semclust.errors import plural
@@ -59,7 +66,9 @@ def run(command: BenchData, settings_of: Callable[[str], FitSettings], k_given: 
     if command.ablation and command.methods != COMPARED:
         raise InputError("--ablation and --methods: expected one of them; the rows of an ablation are its own.")
     methods: dict[str, Method] = (
-        ablation(command.preset) if command.ablation else {name: METHODS[name] for name in command.methods}
+        ablation(command.preset, Settings(**values(settings_of(command.preset))))
+        if command.ablation
+        else {name: METHODS[name] for name in command.methods}
     )
     images, labels = open_labelled(command, console)
     n_classes = len(set(labels.tolist()))
@@ -76,7 +85,9 @@ def run(command: BenchData, settings_of: Callable[[str], FitSettings], k_given: 
     data = fingerprint(images.pixels, [*images.names, *map(str, labels)])
     try:
         with console.status("") as status:
-            results = carry_out(runs, images, data, folder / "runs", tell, status_line(status.update))
+            line = status_line(status.update)
+            watch = line if watcher is None else lambda title: watcher(title, labels)
+            results = carry_out(runs, images, data, folder / "runs", tell, watch)
     except KeyboardInterrupt:
         end("\nInterrupted. The same command goes on after the last finished run.", INTERRUPTED)
     rows = tables.summarise(results)
@@ -110,7 +121,7 @@ def open_labelled(command: BenchData, console: "Console") -> tuple["Images", "np
     elif images.labels is None and images.folder is not None:
         images.labels = read_labels("folders", images.names)
     if images.labels is None:
-        raise InputError(f"{command.data!r} holds no labels to compare with; say --labels labels.csv.")
+        raise InputError(f"{command.data!r} holds no labels to compare with; say --labels FILE.csv (path,label).")
     return images, images.labels
 
 
@@ -155,7 +166,7 @@ def status_line(update: Callable[[str], None]) -> Callable[[str], "Watcher"]:
             update(escape(title))
 
         def begin(self, training: Any) -> None:
-            self.epoch_now, self.epochs = 1, training.settings.n_epochs
+            self.epoch_now, self.epochs = training.epoch + 1, training.settings.n_epochs
             self.met, self.n_images = 0, training.n_images
 
         def step(self, n_images: int) -> None:
