@@ -283,10 +283,6 @@ def make_readers(folder: Path) -> dict[str, Reader]:
         config = changed.read_config()
         check(Settings(**from_json(config.get("settings"))))  # type: ignore[arg-type]
 
-    def read_rows(path: Path) -> None:
-        changed.read_metrics()
-        changed.drop_metrics_after(1)
-
     def read_time(path: Path) -> None:
         assert changed.read_seconds() >= 0
 
@@ -332,7 +328,14 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     zeros, ones = "0" * 40, "1" * 40
     with_budget = fitting.start(images, replace(with_own, minutes=1.0))
     times = {"instance": 0.1, "cluster": 0.2}
-    schedule = {"epochs": 12, "steps": times, "renewal": {"cluster; ": 0.1}, "end": 0.1, "shares": [1.0, 0.5]}
+    schedule = {
+        "epochs": 12,
+        "steps": times,
+        "renewal": {"cluster; ": 0.1},
+        "start": 0.2,
+        "end": 0.1,
+        "shares": [1.0, 0.5],
+    }
     index = {"names": ["a"], "offsets": [0], "lengths": [1], "labels": [None], "unlisted": []}
     readers: dict[str, Reader] = {}
 
@@ -349,7 +352,7 @@ def make_readers(folder: Path) -> dict[str, Reader]:
     add_own("run config", change_json, changed.path / "config.json", read_config, finished / "config.json")
     of_run = (own_run.checkpoint, own_run.previous)
     add_own("checkpoint", change_safetensors, changed.checkpoint, load_checkpoint, *of_run)
-    add_own("metrics.csv", change_csv, changed.metrics, read_rows, run.metrics)
+    add_own("metrics.csv", change_csv, changed.metrics, lambda path: changed.read_metrics(), run.metrics)
     add_own("time.json", change_json, changed.path / "time.json", read_time, finished / "time.json")
     add("schedule.json", [json.dumps(schedule).encode()], change_json, changed.schedule, read_schedule)
     add_own("assignments.csv", change_csv, changed.assignments, read_assignments, run.assignments)

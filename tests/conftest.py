@@ -1,6 +1,7 @@
 """Small images, small networks and small settings that the tests of whole fits share."""
 
 import math
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def no_real_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SEMCLUST_CACHE", str(tmp_path_factory.mktemp("cache")))
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def heeded_ctrl_c() -> Iterator[None]:
+    """Also where the tests are run in the background of a script, which ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True)

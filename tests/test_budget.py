@@ -14,9 +14,10 @@ import torch
 
 from conftest import make_images, tiny
 from semclust import SemanticClusterer, budget, fitting
-from semclust.budget import FEWEST_EPOCHS, Pace, Schedule, make_schedule
+from semclust.budget import Pace, Schedule, make_schedule
 from semclust.cli import main
 from semclust.errors import DamagedFileError, InputError
+from semclust.plan import FEWEST_EPOCHS, STEPS_AN_EPOCH
 from semclust.report.settings_table import fit_command
 from semclust.run_folder import RunFolder
 from semclust.train import Training
@@ -28,7 +29,9 @@ RENEWAL = {"; ": 0.2, "over; ": 0.25, "over; cluster": 0.6, "over cluster; ": 0.
 class Plan:
     """A run of three phases, the last with partitions, that takes no time of its own."""
 
-    def __init__(self):
+    def __init__(self, n_batches: int = STEPS_AN_EPOCH):
+        self.n_batches, self.notices, self.device = n_batches, [], torch.device("cpu")
+        self.on_notice = self.notices.append
         self.set_epochs(50)
 
     def set_epochs(self, epochs: int) -> None:
@@ -40,11 +43,17 @@ class Plan:
         return learned, "cluster" if learned == "over cluster" and epoch % 4 == 0 else ""
 
 
-def simulate(minutes: float, slowness: Callable[[float], float], renewal: float = 1.0) -> tuple[float, list[float]]:
+def simulate(
+    minutes: float,
+    slowness: Callable[[float], float],
+    renewal: float = 1.0,
+    plan: Plan | None = None,
+    timing: float = 2.0,
+) -> tuple[float, list[float]]:
     """Seconds of a run on a machine that is so many times slower, at each share of the time, than when it was
-    measured; and the shares of their steps that its epochs took."""
-    now = 2.0
-    plan, costs = Plan(), Schedule(0, STEPS, {kind: renewal * s for kind, s in RENEWAL.items()}, end=0.4)
+    measured, which took ``timing`` seconds; and the shares of their steps that its epochs took."""
+    now = timing
+    plan, costs = plan or Plan(), Schedule(0, STEPS, {kind: renewal * s for kind, s in RENEWAL.items()}, end=0.4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(budget, "measure", lambda training: costs)
         schedule = make_schedule(plan, minutes, lambda: now)
@@ -103,15 +112,60 @@ def test_a_run_that_goes_back_shares_the_time_that_is_left(last, back_to):
     assert all(took == pytest.approx(expected) for took, expected in pace.times)
 
 
-def test_a_budget_that_is_too_small_names_the_smallest():
+def test_a_budget_that_is_too_small_names_the_smallest(monkeypatch):
     with pytest.raises(
-        InputError, match=r"minutes=0\.1 is too short: 10 epochs.* need about 0\.(\d+) minutes"
+        InputError, match=r"minutes=0\.1 is too short: 10 epochs of 36 steps.* need about 0\.(\d+) minutes"
     ) as caught:
         simulate(0.1, lambda _: 1.0)
     advised = float(str(caught.value).split("Give it ")[1].split(",")[0])
+    assert "OMP_NUM_THREADS" not in str(caught.value)  # there is one thread already
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    with pytest.raises(InputError, match="OMP_NUM_THREADS=1 is faster, too"):
+        simulate(0.1, lambda _: 1.0)
     assert len(simulate(advised, lambda _: 1.0)[1]) >= FEWEST_EPOCHS
     with pytest.raises(InputError):
         simulate(0.8 * advised, lambda _: 1.0)
+
+
+@pytest.mark.parametrize("minutes, timing, enough", [(0.11, 2, 0.34), (0.15, 2, 0.34), (0.2, 6, 0.42)])
+def test_of_many_images_a_short_budget_takes_a_part_of_each_epoch(minutes, timing, enough):
+    """Ten epochs, the fewest, would take 15 seconds; of small sets, nothing less is taken."""
+    plan = Plan(n_batches=20 * STEPS_AN_EPOCH)
+    seconds, shares = simulate(minutes, lambda _: 1.0, plan=plan, timing=timing)
+    assert 0.85 <= seconds / (60 * minutes) <= 1
+    assert len(shares) == plan.epochs == FEWEST_EPOCHS and min(shares) >= 0.05 and max(shares) < 1
+    assert max(shares) < 1.1 * min(shares)
+    assert plan.notices == [
+        f"{minutes} minutes are too few for 10 whole epochs, the fewest that make sense: each takes about "
+        f"{shares[0]:.0%} of its 720 steps. About {enough} minutes would do."
+    ]
+    assert set(simulate(enough, lambda _: 1.0, plan=Plan(n_batches=20 * STEPS_AN_EPOCH), timing=timing)[1]) == {1.0}
+    with pytest.raises(InputError, match="10 epochs of 36 steps"):
+        simulate(minutes, lambda _: 1.0)
+    # An epoch takes a hundredth of its steps at least, also to catch up.
+    with pytest.raises(InputError, match="10 epochs of 72 steps"):
+        simulate(0.05, lambda _: 1.0, plan=Plan(n_batches=200 * STEPS_AN_EPOCH))
+    with pytest.raises(InputError, match="10 epochs of 36 steps"):
+        simulate(0.07, lambda _: 1.0, plan=plan)
+
+
+def test_that_a_short_budget_takes_parts_is_told_again_by_a_run_that_goes_on():
+    plan, schedule = Plan(n_batches=720), Schedule(FEWEST_EPOCHS, STEPS, RENEWAL, end=0.4, start=2.0, shares=[0.4, 0.5])
+    plan.set_epochs(FEWEST_EPOCHS)
+    pace = Pace(schedule, plan, 0.15, lambda: 4.0, resumed=True)
+    assert pace.share(1) == 0.5 and pace.share(2) > 0
+    assert plan.notices == [
+        "0.15 minutes are too few for 10 whole epochs, the fewest that make sense: each takes about 40% of its "
+        "720 steps. About 0.34 minutes would do."
+    ]
+
+
+@pytest.mark.parametrize("seconds, device, times", [(0.1, "cpu", 2), (1.5, "cpu", 1), (1.5, "cuda", 2)])
+def test_what_takes_long_is_timed_once_where_nothing_is_compiled(seconds, device, times, monkeypatch):
+    timed = []
+    monkeypatch.setattr(budget, "seconds_of", lambda work, device: timed.append(work()) or seconds)
+    training = types.SimpleNamespace(device=torch.device(device))
+    assert budget.usual_seconds(lambda: None, training) == seconds and len(timed) == times
 
 
 def test_measuring_leaves_the_run_as_it_was():

@@ -567,7 +567,7 @@ def test_wrong_usage_ends_with_2(argv, words, here, capsys):
         (["fit", "DATA", "-k", "-3"], "--n-clusters -3: expected"),
         (["fit", "DATA", "-k", "3", "--tasks", "over", "under"], "--tasks over under: expected 'cluster' among them"),
         (["bench", "speed", "--batch-size", "1"], "--batch-size 1: expected a number of at least 2"),
-        (["fit", "DATA", "-k", "21"], "n_clusters=21, but there are only 20 images"),
+        (["fit", "DATA", "-k", "11"], "n_clusters=11, but there are only 20 images; choose a k of at most 10"),
         (["fit", "DATA", "-k", "3", "--epochs", "0"], "--epochs 0: expected"),
         (["fit", "DATA", "-k", "3", "--learning-rate", "nan"], "--learning-rate nan: expected"),
         (["fit", "DATA", "-k", "3", "--device", "tpu9"], "device='tpu9'"),
@@ -740,6 +740,12 @@ def test_evaluate_needs_a_finished_and_whole_run(interrupted, run, labels_csv, c
     for content in ("path,cluster,confidence,runner_up,margin\n", "garbage\n", ""):
         (run / "assignments.csv").write_text(content)
         assert "assignments.csv" in refused(capsys, "evaluate", run, "--labels", labels_csv)
+
+
+def test_evaluate_notices_that_rows_are_missing(run, labels_csv, capsys):
+    lines = (run / "assignments.csv").read_text().splitlines(keepends=True)
+    (run / "assignments.csv").write_text("".join(lines[:5]))
+    assert "but assignments.csv 4 rows" in refused(capsys, "evaluate", run, "--labels", labels_csv)
 
 
 def test_evaluate_names_what_the_config_lacks(run, capsys):
@@ -1069,8 +1075,14 @@ def test_a_fit_says_which_views_it_learns_from(augment, words):
 def test_so_few_epochs_that_they_are_a_try_are_told(epochs, changes, told):
     out, text = console(terminal=False)
     changes = {"neighbours": 0} | changes
-    Display(out).begin(fitting.start(make_images(48), tiny(epochs=epochs, **changes)))
-    assert ("10 are the fewest" in text.getvalue()) == told
+    Display(out).begin(fitting.start(make_images(200), tiny(epochs=epochs, **changes)))
+    assert ("a try only: 9 epochs are too few" in text.getvalue()) == told
+
+
+def test_so_few_images_that_they_are_a_try_are_told():
+    out, text = console(terminal=False)
+    Display(out).begin(fitting.start(make_images(199), tiny()))
+    assert "a try only: 199 images are too few to learn from" in text.getvalue()
 
 
 @pytest.mark.parametrize("minutes, words", [(1, "1 minute"), (0.5, "0.5 minutes"), (10.0, "10 minutes")])

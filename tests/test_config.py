@@ -101,7 +101,7 @@ BAD = [
     *[("image_size", value) for value in (3, 0, 1025, 32.0, "32", (32, 32))],
     *[("augment", value) for value in ("blurry", "", None, 3, ["natural"], "Natural")],
     *[("crop_size", value) for value in (0, 0.05, 1.5, "half", None)],
-    *[("precision", value) for value in ("bfloat16", "float16", None, 32)],
+    *[("precision", value) for value in ("bfloat", "float16", None, 32)],
     *[("backbone", value) for value in ("vgg16", "", None, 18, "resnet50")],
     *[("width", value) for value in (0, -1, 1.5, "64")],
     *[("max_pool", value) for value in (1, 0, "yes", None)],
@@ -350,19 +350,19 @@ def test_over_clusters_begin_before_they_end(over_from):
 
 
 def test_the_network_labels_itself_after_the_clusters_have_begun():
-    words = r"self_label_from=0\.85 with cluster_from=0\.9: expected clusters before .* at least self_label_from=0\.9"
+    words = r"self_label_from=0\.75 with cluster_from=0\.9: expected clusters before .* at least self_label_from=0\.9"
     with pytest.raises(InputError, match=words):
         check(Settings(cluster_from=0.9))
-    with pytest.raises(InputError, match=r"--self-label-from 0\.85 with --cluster-from 0\.9: .* --self-label-from 1 "):
+    with pytest.raises(InputError, match=r"--self-label-from 0\.75 with --cluster-from 0\.9: .* --self-label-from 1 "):
         check(Settings(cluster_from=0.9), as_flags=True)
     for changes in (dict(self_label_from=0.9), dict(self_label_from=1.0), dict(tasks=("instance",))):
         check(Settings(cluster_from=0.9, **changes))
 
 
 def test_over_clusters_begin_before_the_network_labels_itself():
-    with pytest.raises(InputError, match=r"over_from=0\.9 with self_label_from=0\.85: expected over-clusters to begin"):
+    with pytest.raises(InputError, match=r"over_from=0\.9 with self_label_from=0\.75: expected over-clusters to begin"):
         check(Settings(over_from=0.9, over_until=1.0))
-    for changes in (dict(over_from=0.8), dict(tasks=("cluster",)), dict(self_label_from=0.95)):
+    for changes in (dict(over_from=0.7), dict(tasks=("cluster",)), dict(self_label_from=0.95)):
         check(Settings(**dict(over_from=0.9, over_until=1.0) | changes))
 
 

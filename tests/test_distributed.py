@@ -19,7 +19,7 @@ from torch import nn
 import semclust.predictor
 from conftest import RESULTS, make_images, noisy_groups, save_images, tiny
 from ranks import environment, free_port, in_ranks
-from semclust import assigning, fitting
+from semclust import assigning, devices, fitting
 from semclust.cli import main
 from semclust.config import Settings, from_json
 from semclust.data import open_images, stream_images
@@ -138,6 +138,7 @@ CASES = {
 }
 IN_TWO = dict(self_label_from=1.0, **EARLY)  # of two epochs, the second learns the clusters
 LOCAL = dict(batch_norm="local", symmetric=True, **IN_TWO)
+IN_BFLOAT16 = dict(precision="bfloat16", backbone="resnet10", width=8, **IN_TWO)
 
 
 def settings_of(case: str) -> Settings:
@@ -158,12 +159,18 @@ def dim(x: torch.Tensor) -> torch.Tensor:
 def work_of_rank(group: Group, to_assign: list[tuple[str, str]]) -> dict:
     """All that is looked at below, in one start of the processes."""
     result: dict = {case: fit_case(group, settings_of(case)) for case in CASES}
-    for name, changes in (("local", LOCAL), ("own-views", dict(augment=dim, **IN_TWO))):
+    devices.computes_in_bfloat16 = lambda device: True  # this process is the test's own; other CPUs do so slowly
+    for name, changes in (("local", LOCAL), ("own-views", dict(augment=dim, **IN_TWO)), ("bfloat16", IN_BFLOAT16)):
         training = fitting.start(make_images(50), tiny(batch_size=17, **changes), group=group)
         training.run_epoch()
         training.run_epoch()
         result[name] = checksums(training)
+        result[f"{name}-precision"] = training.settings.precision
         result[f"{name}-y"] = {key: task.y.tolist() for key, task in training.learner.tasks.items()}
+    devices.computes_in_bfloat16 = lambda device: group.first
+    told: list[str] = []
+    training = fitting.start(make_images(50), tiny(batch_size=17, **IN_BFLOAT16), told.append, group)
+    result["mixed"] = training.settings.precision, told
     result["resumed"], result["unbroken"] = resumed_within_an_epoch(group)
     spoiled = fitting.start(make_images(48), tiny(augment=Spoiled(group.rank == 1), batch_norm="local"), group=group)
     result["spoiled"] = spoiled.run_epoch()[0]["skipped_steps"], checksums(spoiled)
@@ -241,10 +248,17 @@ def test_two_processes_give_the_losses_and_labels_of_one(case: str, ranks: list[
     assert len(ranks[1][case][1]) == 0  # what was found is the first one's
 
 
-@pytest.mark.parametrize("name", ["local", "own-views"])
+@pytest.mark.parametrize("name", ["local", "own-views", "bfloat16"])
 def test_all_ranks_hold_the_same_state(name: str, ranks: list[dict]):
     assert ranks[0][name] == ranks[1][name]
     assert ranks[0][f"{name}-y"] == ranks[1][f"{name}-y"]
+    assert ranks[0][f"{name}-precision"] == ("bfloat16" if name == "bfloat16" else "float32")
+
+
+def test_where_one_rank_does_not_compute_in_bfloat16_none_does(ranks: list[dict]):
+    """And the first one tells: the others are not heard."""
+    for precision, told in (rank["mixed"] for rank in ranks):
+        assert precision == "float32" and len(told) == 1 and "some process" in told[0]
 
 
 def test_ranks_resume_within_an_epoch_to_the_bit(ranks: list[dict]):
@@ -374,10 +388,11 @@ def test_shared_prediction_writes_the_bytes_of_one_process(sources: Path, ranks:
 
 # ---- torchrun --------------------------------------------------------------------------------------------------
 
-# Without pairs: the features of a few epochs are so alike that rounding decides who is whose neighbour.
+# Without pairs and in float32: the features of a few epochs are so alike that rounding decides who is whose
+# neighbour, and that of bfloat16 turns the labels of a fifth of the images.
 FIT = (
-    "--epochs 6 --neighbours 0 --width 4 --batch-size 16 --device cpu --image-size 8 --cluster-from 0.3 "
-    "--over-from 0.2 --no-report"
+    "--epochs 6 --neighbours 0 --width 4 --batch-size 16 --device cpu --precision float32 --image-size 8 "
+    "--cluster-from 0.3 --over-from 0.2 --no-report"
 )
 
 
@@ -565,7 +580,8 @@ def test_other_commands_run_in_one_process(monkeypatch, capsys):
 
 
 def test_a_job_finds_its_own_unfinished_run_only(tmp_path: Path):
-    config = {"data": "photos", "labels": None, "fingerprint": "f", "settings": {"n_clusters": 4, "random_state": 7}}
+    own_settings = {"n_clusters": 4, "random_state": 7, "precision": "bfloat16"}
+    config = {"data": "photos", "labels": None, "fingerprint": "f", "settings": own_settings}
 
     def made(name: str, finished: bool = False, **changes) -> Path:
         run = RunFolder.create(tmp_path, name)
@@ -580,7 +596,7 @@ def test_a_job_finds_its_own_unfinished_run_only(tmp_path: Path):
 
     made("other-job", job="16")
     made("other-data", data="paintings")
-    made("other-settings", settings={"n_clusters": 5, "random_state": 7})
+    made("other-settings", settings=own_settings | {"n_clusters": 5})
     (tmp_path / "no-run").mkdir()
     (tmp_path / "no-run" / "config.json").write_text("{")
     assert found() is None
@@ -589,10 +605,10 @@ def test_a_job_finds_its_own_unfinished_run_only(tmp_path: Path):
     assert found(restarted=True) == finished
     own = made("own")
     assert found() == own
-    timed = {"n_clusters": 4, "random_state": 7, "epochs": 60, "minutes": 2.0}
+    assert found(settings=own_settings | {"precision": "float32"}) == own  # of a machine that computes in no other
+    timed = own_settings | {"epochs": 60, "minutes": 2.0}
     made("timed", settings=timed)
     RunFolder(tmp_path / "timed").write_schedule({"epochs": 23})  # decided since
     assert found(settings=timed) == tmp_path / "timed"
-    any_seed = {"n_clusters": 4, "random_state": None}
-    assert found(settings=any_seed) == own
-    assert found(settings={"n_clusters": 4, "random_state": 8}) is None
+    assert found(settings=own_settings | {"random_state": None}) == own
+    assert found(settings=own_settings | {"random_state": 8}) is None

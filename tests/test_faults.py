@@ -6,7 +6,6 @@ Runs that are killed are children of this process, made by fork: they need not i
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import random
 import resource
@@ -21,19 +20,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save
 
 from conftest import RESULTS, TinyBackbone, make_images, save_images, tiny
-from semclust import budget, fitting, storage
+from semclust import budget, devices, fitting, storage
 from semclust.cli import main
 from semclust.data import open_images
 from semclust.display import Display
 from semclust.errors import DamagedFileError, InputError, StoppedError
 from semclust.fitting import Watcher
 from semclust.inference import Inference
-from semclust.run_folder import RunFolder, metrics_csv
+from semclust.run_folder import RunFolder
 from semclust.signals import StopSignals
-from semclust.storage import write_tensors
+from semclust.storage import read_json, write_tensors
 
 KILLS = 30
 EPOCHS = 12
@@ -337,6 +335,24 @@ def test_a_signal_while_the_handlers_are_set_back_leaves_none_behind(monkeypatch
         monkeypatch.setattr(signal, "signal", interrupted)
     assert signals.received == signal.SIGTERM
     assert {number: signal.getsignal(number) for number in before} == before
+
+
+def test_ctrl_c_stays_ignored_where_a_shell_had_it_ignored(run, unbroken, capfd):
+    def interrupt():
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a job in a script's background
+    try:
+        with pytest.raises(StoppedError, match=r"Stopped by SIGTERM after 1 epoch and 2 steps\.") as stopped:
+            finish(run, Steps(5, interrupt))
+        assert stopped.value.status == 143 and signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "Ctrl-C" not in capfd.readouterr().err
+    finish(run)
+    assert all_bytes(run) == unbroken[0]
 
 
 def test_without_a_run_folder_ctrl_c_is_as_ever():
@@ -754,22 +770,14 @@ def test_a_folder_that_another_fit_has_just_begun_in_is_not_abandoned(run):
     assert not run.path.exists()
 
 
-def test_a_run_of_before_there_were_checksums_is_resumed(run, unbroken):
-    """Its checkpoint held neither rows nor progress, and its rows had a column less."""
+@pytest.mark.parametrize("lacks, says", [("metrics", "lacks the rows of metrics"), ("progress", "damaged.*progress")])
+def test_a_checkpoint_that_lacks_a_part_is_damage(run, lacks, says):
     with pytest.raises(KeyboardInterrupt):
         finish(run, Heard({5: lambda: (_ for _ in ()).throw(KeyboardInterrupt)}))
     tensors, epoch = run.read_checkpoint()
-    earlier = {name: value for name, value in tensors.items() if name.startswith(("learner.", "velocity."))}
-    run.checkpoint.write_bytes(save(earlier, metadata={"about": json.dumps({"format": 3, "epoch": epoch})}))
-    run.previous.unlink()
-    rows = [{name: row[name] for name in row if name != "skipped_steps"} for row in run.read_metrics()]
-    run.write_metrics(metrics_csv(rows).encode())
-    finish(run)
-    same = [name for name in RESULTS if name not in ("metrics.csv", "last.ckpt")]
-    assert [all_of(run, name) for name in same] == [unbroken[0][name] for name in same]
-    assert [row["epoch"] for row in run.read_metrics()] == list(range(1, EPOCHS + 1))
-    assert "skipped_steps" not in run.read_metrics()[-1]
-    finish(run)  # its last checkpoint is whole
+    run.write_checkpoint({name: value for name, value in tensors.items() if name != lacks}, epoch)
+    with pytest.raises(DamagedFileError, match=rf"last\.ckpt.*{says}"):
+        finish(run)
 
 
 def test_a_checkpoint_of_another_version_says_which(run):
@@ -805,6 +813,36 @@ def test_the_command_says_how_to_go_on(tmp_path, monkeypatch, capsys, asked, sta
     main(["fit", str(folder), *flags])
     first, second = (RunFolder(tmp_path / "runs" / name) for name in ("photos", "photos-2"))
     assert all_bytes(first) == all_bytes(second)
+
+
+def test_a_run_whose_device_does_not_compute_in_its_precision_goes_on_in_another(tmp_path, monkeypatch, capsys):
+    """Begun in bfloat16, as on some CPUs, and resumed where there is none: from there on it is in float32, also where
+    there is bfloat16 again."""
+    folder = save_images(tmp_path / "photos", images().pixels)
+    flags = ["-k", "3", "--epochs", "3", "--width", "8", "--device", "cpu", "--no-report", "--image-size", "8"]
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder(tmp_path / "runs" / "photos")
+
+    def go_on(*words, stops_after=None, bfloat16):
+        show = Display.epoch
+
+        def epoch(self, row):
+            show(self, row)
+            if row["epoch"] == stops_after:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Display, "epoch", epoch)
+            patch.setattr(devices, "computes_in_bfloat16", lambda device: bfloat16)
+            with pytest.raises(SystemExit) if stops_after else contextlib.nullcontext():
+                main(["fit", *words])
+        return run.read_config()["settings"]["precision"], "goes on in float32" in capsys.readouterr().out
+
+    assert go_on(str(folder), *flags, stops_after=1, bfloat16=True) == ("bfloat16", False)
+    assert go_on("--resume", "runs/photos", stops_after=2, bfloat16=False) == ("float32", True)
+    assert go_on("--resume", "runs/photos", "--no-report", bfloat16=True) == ("float32", False)
+    assert read_json(run.model / "config.json")["settings"]["precision"] == "float32"
+    assert [row["epoch"] for row in run.read_metrics()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("full", [".summary.json", ".embeddings.npy", "model/.model.safetensors"])

@@ -175,6 +175,18 @@ def test_a_network_predicts_the_same_with_its_batch_norms_folded():
         assert (expected - folded).norm() / expected.norm() < 0.02
 
 
+def test_a_run_in_float32_takes_features_in_float32():
+    for precision, rounds in (("float32", False), ("bfloat16", True)):
+        training = begin(precision=precision)
+        training.run_epoch()
+        found, _ = training.features()
+        x = torch.from_numpy(stripes_and_spots(480)).cuda().permute(0, 3, 1, 2)
+        with torch.no_grad():
+            expected, _ = training.learner.encoder.eval()(training._whole(x))
+        apart = (found - expected).norm() / expected.norm()
+        assert (apart > 1e-3) == rounds, (precision, apart)
+
+
 @pytest.mark.parametrize("preset_name", ["default", "paper"])
 def test_a_budget_of_time_is_kept(preset_name):
     images = open_images(stripes_and_spots(480))

@@ -290,6 +290,13 @@ def test_reduce_to_a_number_that_cannot_be(to):
     assert groups.steps == []
 
 
+def test_two_clusters_always_remain():
+    groups = Groups(3)
+    groups.merge([0, 1])
+    with pytest.raises(InputError, match="only 2 clusters left, and 2 always remain"):
+        groups.reduce(2, probabilities()[:, :3])
+
+
 # ---- the file ----------------------------------------------------------------------------------------
 
 

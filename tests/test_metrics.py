@@ -193,8 +193,8 @@ def row_of(epoch=10, spread=0.8, sizes=(25, 25, 25, 25)):
 
 def say(row, semantic=True, **changes):
     row = row if semantic else row | {"churn": math.nan}  # no clusters were learned yet
-    rate = changes.pop("learning_rate", 0.06)
-    return list(complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes}), rate).values())
+    rate, steps = changes.pop("learning_rate", 0.06), changes.pop("steps", 1000)
+    return list(complaints(row, Settings(**{"n_clusters": 4, "epochs": 10, **changes}), rate, steps).values())
 
 
 def test_a_healthy_run_gives_no_complaint():
@@ -212,6 +212,13 @@ def test_collapse_is_told_at_any_time_with_what_to_try(semantic):
     assert all(
         advice in message for advice in ("learning_rate of 0.17", "momentum 0.99", "warmup_epochs", "projection_norm")
     )
+
+
+def test_few_steps_are_no_collapse_unless_they_are_all():
+    assert say(row_of(9, spread=0.01), steps=499) == []
+    assert len(say(row_of(9, spread=0.01), steps=500)) == 1
+    assert len(say(row_of(10, spread=0.01), steps=20)) == 1
+    assert say(row_of(9, spread=0.01), steps=20, epochs=9) == []
 
 
 def test_no_complaint_advises_what_is_already_set():
@@ -237,6 +244,19 @@ def test_empty_clusters_are_told_at_the_end_with_a_smaller_number():
     assert say(row, semantic=False) == []
     (message,) = say(row_of(10, sizes=(30, 20, 10, 10, 20, 10, 10, 10, 10, 10, 0)), n_clusters=11)
     assert "1 of 11" in message and "n_clusters=10" in message  # sizes such as 10 and 20 are not empty
+
+
+def test_own_labels_of_hardly_any_image_are_told():
+    (message,) = say(row_of(10) | {"sure": 0.04})
+    assert "sure of 4% of the images only" in message and "the last 25% of the epochs" in message
+    assert "more epochs (now 10), or a self_label_confidence below 0.95" in message
+    assert (
+        say(row_of(9) | {"sure": 0.04})
+        == say(row_of(10) | {"sure": 0.06})
+        == say(row_of(10) | {"sure": math.nan})
+        == []
+    )
+    assert say(row_of(10) | {"sure": 0.04}, self_label_from=1.0) == []
 
 
 def test_the_number_of_clusters_that_is_proposed_is_never_below_two():

@@ -112,16 +112,11 @@ def test_named_network_takes_the_channels_it_is_fed(sobel, c_in):
     assert network(torch.rand(2, c_in, 8, 6)).shape == (2, n_features)
 
 
-def test_width_follows_the_smaller_side_where_none_is_given():
-    widths = {side: build("resnet18", (side, side, 1))[0].stem[0].out_channels for side in (4, 8, 16, 20, 24, 28, 31)}
-    assert list(widths.values()) == sorted(widths.values())
-    assert all(8 <= width < 64 and width % 8 == 0 for width in widths.values())
-    assert widths[8] < widths[28]
-    for shape in [(32, 32, 1), (33, 200, 1), (96, 96, 1)]:
-        assert build("resnet18", shape)[0].stem[0].out_channels == 64
-    assert build("resnet18", (96, 20, 1))[0].stem[0].out_channels == widths[20]
+def test_a_named_network_is_as_wide_as_asked():
     network, n_features = build("resnet18", (8, 8, 1), width=5)
     assert network.stem[0].out_channels == 5 and n_features == 40
+    with pytest.raises(InputError, match="width=None: expected the number that was decided on"):
+        build("resnet18", (8, 8, 1))
 
 
 def test_an_unknown_name_is_refused_by_name():
@@ -293,6 +288,35 @@ def test_classifier_learns_clusters_that_lie_one_behind_the_other():
     assert torch.equal(classifier(x).argmax(1), y)
 
 
+def test_classifier_is_as_sure_of_hundreds_of_clusters_as_of_few():
+    """As sure as own labels ask for, whose first come from it."""
+    directions = F.normalize(torch.randn(200, 64, generator=torch.Generator().manual_seed(0)), dim=1)
+    x, y = groups_around(directions, [20] * 200, noise=0.05)
+    classifier = LinearClassifier(64, 200, tau=0.2)
+    classifier.start_from(x, y)
+    sure, found = classifier(x).softmax(1).max(1)
+    assert torch.equal(found, y) and (sure > 0.95).float().mean() > 0.9
+
+
+def test_classifier_knows_small_clusters_beside_large_ones():
+    directions = F.normalize(torch.randn(8, 128, generator=torch.Generator().manual_seed(0)), dim=1)
+    towards_one_side = F.normalize(directions + 2 * 128**-0.5, dim=1)
+    x, y = groups_around(towards_one_side, [2000] * 4 + [5] * 4, noise=0.06)
+    classifier = LinearClassifier(128, 8, tau=0.2)
+    classifier.start_from(x, y)
+    assert torch.equal(classifier(x)[y >= 4].argmax(1), y[y >= 4])
+
+
+def test_classifier_starts_from_a_part_of_very_many_images(monkeypatch):
+    """Drawn at random: classes may lie in the data in turn."""
+    monkeypatch.setattr(model, "START_PROBABILITIES", 4 * 200)
+    x, y = groups_around(torch.eye(4, 6), [100] * 4, noise=0.05)
+    in_turn = torch.arange(400).view(4, 100).T.flatten()
+    classifier = LinearClassifier(6, 4, tau=0.1)
+    classifier.start_from(x[in_turn], y[in_turn])
+    assert torch.equal(classifier(x).argmax(1), y)
+
+
 def test_classifier_starts_with_a_cluster_left_empty():
     x, y = groups_around(torch.eye(3, 6), [40, 40, 40])
     classifier = LinearClassifier(6, 4, tau=0.1)
@@ -436,9 +460,8 @@ def test_every_2d_batch_norm_of_a_network_is_grouped_and_nothing_else_changes():
     assert_close(encoder.eval()(x)[0], before.eval()(x)[0])
 
 
-def test_batch_norms_are_folded_on_a_gpu_alone(monkeypatch):
+def test_batch_norms_are_folded_on_a_gpu_alone():
     """A CPU has no convolution that adds and rectifies, too, even where it computes in bfloat16."""
-    monkeypatch.setattr(model, "computes_in_bfloat16", lambda device: True)
     settings = Settings(epochs=10, augment="natural", backbone="resnet10", width=8)
     encoder, _ = build_encoder(settings, (16, 16, 3), ["shared"])
     assert encoder.folded() is None

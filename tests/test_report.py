@@ -497,6 +497,14 @@ def test_a_run_that_kept_to_its_minutes_is_not_said_to_be_repeated_by_its_epochs
     assert "took 75 % of the steps" in page and same not in page
 
 
+def test_the_command_names_the_minutes_where_epochs_were_not_whole():
+    config = {"data": "photos", "settings": to_json(Settings(minutes=5, epochs=10))}
+    assert fit_command(config, whole_epochs=False) == "semclust fit photos -k 10 --minutes 5"
+    assert fit_command(config) == "semclust fit photos -k 10 --epochs 10"
+    config = {"data": "photos", "settings": to_json(Settings(epochs=10))}
+    assert fit_command(config, whole_epochs=False) == "semclust fit photos -k 10 --epochs 10"
+
+
 def test_only_the_closest_pairs_are_suggested(made, tmp_path):
     assert len(collected(made)["pairs"]) == 6
     assert collected(make_run(tmp_path, n_clusters=2))["pairs"] == []  # to merge the last two leaves nothing
@@ -524,7 +532,7 @@ def test_rows_without_a_figure_are_gaps(made):
 
 def test_phases():
     marks = phases(Settings(n_clusters=10, epochs=50), 1797)
-    assert [mark["epoch"] for mark in marks] == [12, 25, 32, 42]
+    assert [mark["epoch"] for mark in marks] == [12, 25, 32, 37]
     assert "40 fine clusters" in marks[0]["title"] and "the 10 clusters" in marks[2]["title"]
     assert phases(Settings(n_clusters=10, epochs=50, tasks=("instance",)), 1797) == []
     assert marks[3]["title"] == "own labels alone"
@@ -683,12 +691,17 @@ def test_a_figure_that_is_no_number_is_an_error_and_no_broken_page(made):
 def test_health_in_words(tmp_path):
     text = write_report(make_run(tmp_path, warnings=["One & only"]).path).read_text("utf-8")
     assert "1 warning during the fit" in text and "One &amp; only" in text and "Healthy" not in text
-    text = write_report(make_run(tmp_path).path).read_text("utf-8")
-    assert "Healthy" in text and "during the fit" not in text
     run = make_run(tmp_path)
+    config = run.read_config()
+    run.write_config(config | {"settings": config["settings"] | {"epochs": 10}})
+    text = write_report(run.path).read_text("utf-8")
+    assert "Healthy" in text and "during the fit" not in text
     run.assignments.write_text(run.assignments.read_text().replace(",1,0.", ",0,0.").replace(",2,0.", ",0,0."))
     text = write_report(run.path).read_text("utf-8")
     assert "Healthy" not in text and "2 clusters are empty." in text and "The largest cluster holds" in text
+    run.write_config(config | {"settings": config["settings"] | {"epochs": 9}})
+    text = write_report(run.path).read_text("utf-8")
+    assert "Healthy" not in text and "A try only." in text and "9 epochs are too few" in text
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(0.4, "0 s"), (95.2, "95 s"), (130, "2 min"), (9000, "2.5 h")])

@@ -110,7 +110,7 @@ def test_settings_that_are_none_are_left_for_who_reads_them(run):
 
 
 def test_the_config_comes_back_with_its_versions(run):
-    assert run.read_config() == {"format": 3, "semclust": __version__, "data": "photos", "settings": {}}
+    assert run.read_config() == {"format": 4, "semclust": __version__, "data": "photos", "settings": {}}
 
 
 def test_a_model_folder_is_no_run(tmp_path):
@@ -157,50 +157,6 @@ def test_rows_are_only_ever_appended(run):
     assert run.metrics.read_bytes().startswith(before)
 
 
-@pytest.mark.parametrize("epoch", range(5))
-def test_rows_after_a_checkpoint_are_forgotten(run, epoch):
-    for i in range(1, 4):
-        run.append_metrics(row(i))
-    whole = run.metrics.read_bytes().splitlines(keepends=True)
-    run.drop_metrics_after(epoch)
-    kept = min(epoch, 3)
-    assert [each["epoch"] for each in run.read_metrics()] == list(range(1, kept + 1))
-    if kept:
-        assert run.metrics.read_bytes() == b"".join(whole[: kept + 1])
-    for i in range(kept + 1, 4):
-        run.append_metrics(row(i))
-    assert run.metrics.read_bytes() == b"".join(whole)
-
-
-def test_a_row_of_more_than_nine_epochs_is_compared_as_a_number(run):
-    for i in (9, 10, 11):
-        run.append_metrics(row(i))
-    run.drop_metrics_after(10)
-    assert [each["epoch"] for each in run.read_metrics()] == [9, 10]
-
-
-@pytest.mark.parametrize("tear", [1, 3, 10])
-def test_a_torn_last_row_is_forgotten(run, tear):
-    for i in range(1, 4):
-        run.append_metrics(row(i))
-    run.metrics.write_bytes(run.metrics.read_bytes()[:-tear])
-    run.drop_metrics_after(3)
-    assert [each["epoch"] for each in run.read_metrics()] == [1, 2]
-
-
-@pytest.mark.parametrize("content", [b"", b"epo", b"epoch,loss\n"])
-def test_a_file_without_a_whole_row_starts_anew(run, content):
-    run.metrics.write_bytes(content)
-    run.drop_metrics_after(3)
-    run.append_metrics(row(1))
-    assert [each["epoch"] for each in run.read_metrics()] == [1]
-
-
-def test_dropping_rows_of_no_file_is_nothing(run):
-    run.drop_metrics_after(3)
-    assert not run.metrics.exists()
-
-
 def test_a_cell_that_is_too_long_is_damage(run):
     run.metrics.write_text(f"epoch,loss\n1,{'1' * 200_000}\n")
     with pytest.raises(DamagedFileError, match=r"metrics\.csv"):
@@ -208,11 +164,10 @@ def test_a_cell_that_is_too_long_is_damage(run):
 
 
 @pytest.mark.parametrize("content", [b"epoch,loss\ngarbage\n", b"epoch,loss\n1,x\n", b"\xff\xfe\n\xff\xfe\n"])
-@pytest.mark.parametrize("call", [RunFolder.read_metrics, lambda run: (run.drop_metrics_after(3), run.read_metrics())])
-def test_damaged_rows_are_named(run, content, call):
+def test_damaged_rows_are_named(run, content):
     run.metrics.write_bytes(content)
     with pytest.raises(DamagedFileError, match=r"metrics\.csv"):
-        call(run)
+        run.read_metrics()
 
 
 def test_a_checkpoint_comes_back(run):
@@ -221,7 +176,7 @@ def test_a_checkpoint_comes_back(run):
     assert epoch == 17 and tensors["w"].tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("about", [{}, {"format": 3}, {"format": 2, "epoch": 3}, {"format": 3, "epoch": "3"}])
+@pytest.mark.parametrize("about", [{}, {"format": 4}, {"format": 3, "epoch": 3}, {"format": 4, "epoch": "3"}])
 def test_a_checkpoint_of_another_format_is_refused(run, about):
     write_tensors(run.checkpoint, {"w": torch.ones(1)}, about)
     with pytest.raises(DamagedFileError, match=r"last\.ckpt"):
@@ -292,7 +247,7 @@ def test_a_run_folder_keeps_no_half_files(run, monkeypatch):
     for write in (
         lambda: run.write_results(["b"], np.array([[0.2, 0.8]]), np.zeros((1, 2)), {"score": 0.1}),
         lambda: run.write_checkpoint({"w": torch.zeros(1)}, 2),
-        lambda: run.drop_metrics_after(1),
+        lambda: run.write_metrics(b"epoch\n1\n"),
         lambda: run.write_config({}),
         lambda: run.write_skipped([("a", "b")]),
     ):

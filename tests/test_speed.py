@@ -76,7 +76,7 @@ def test_the_tasks_of_the_last_phase_are_at_work(monkeypatch):
     monkeypatch.setattr(
         Training, "_learn_from", lambda self, phase, *batch: seen.add(phase.tasks) or learn(self, phase, *batch)
     )
-    monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
+    monkeypatch.setattr(speed, "peak_tflops", lambda device, precision: 1.0)
     settings = tiny(epochs=20, backbone=TinyBackbone(3), n_clusters=4)
     speed.measure_speed(settings, 96, 8, epochs=1, beside=False)
     assert seen == {("cluster", "under")}
@@ -99,7 +99,7 @@ def test_seconds_are_those_of_the_work():
 
 @pytest.mark.parametrize("changes", [dict(tasks=("instance",)), dict(epochs=1)], ids=str)
 def test_settings_without_a_last_phase_are_measured_too(monkeypatch, changes):
-    monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
+    monkeypatch.setattr(speed, "peak_tflops", lambda device, precision: 1.0)
     settings = tiny(**dict(epochs=20, backbone=TinyBackbone(3), n_clusters=4) | changes)
     assert speed.measure_speed(settings, 48, 8, epochs=1)["images"] == 48
 
@@ -117,7 +117,7 @@ def test_memory_is_unknown_where_the_system_does_not_tell(monkeypatch):
 
 def test_the_command_writes_the_figures_and_overwrites_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(speed, "peak_tflops", lambda device: 1.0)
+    monkeypatch.setattr(speed, "peak_tflops", lambda device, precision: 1.0)
     words = [
         "bench",
         "speed",

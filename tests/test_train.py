@@ -1,8 +1,10 @@
 """Whole fits: they learn, they repeat, they resume to the byte, and each setting does what it says."""
 
+import gc
 import itertools
 import math
 import random
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +16,10 @@ from torch import nn
 from torch.testing import assert_close
 
 import naive
-from conftest import RESULTS, BadView, TinyBackbone, make_images, noisy_groups, tiny
+from conftest import RESULTS, BadView, TinyBackbone, make_images, tiny
 from semclust import core, devices, fitting, metrics, open_images, refresh, train
 from semclust.augment import AUGMENTATIONS, choose_augmentation, strokes
+from semclust.budget import Schedule
 from semclust.config import Settings, preset
 from semclust.contrast import MOMENTUM
 from semclust.devices import choose_device, own_random_numbers
@@ -179,7 +182,7 @@ def test_batches_are_of_one_size_and_even_where_pairs_are_learned(n, batch_size,
     assert plan_batches(settings, n) == planned
 
 
-@pytest.mark.parametrize("epochs, begins", [(50, 32), (100, 65), (300, 195), (310, 203), (600, 450)])
+@pytest.mark.parametrize("epochs, begins", [(50, 32), (100, 65), (300, 195), (600, 390), (1200, 840)])
 def test_of_a_long_run_most_is_for_the_features(epochs, begins):
     assert plan_tasks(Settings(epochs=epochs), 1000)["cluster"].begins == begins
     assert plan_tasks(Settings(epochs=epochs, cluster_from=0.0, neighbours=0), 1000)["cluster"].begins == 0
@@ -215,7 +218,7 @@ def test_photographs_are_learned_longer_on_a_gpu(changes, channels, epochs):
     images = make_images(24, channels=channels)
     images.pixels = drawings() if channels == 1 else images.pixels
     assert decided(settings, images.pixels, torch.device("cuda")).epochs == epochs
-    on_cpu = epochs // 12 if epochs in (600, 300) else epochs
+    on_cpu = epochs // 3 if epochs in (600, 300) else epochs
     assert decided(settings, images.pixels, torch.device("cpu")).epochs == on_cpu
 
 
@@ -226,8 +229,61 @@ def test_what_follows_from_the_images_is_decided_once(augment, pixels, family):
     settings = tiny(epochs=None, augment=augment, backbone=TinyBackbone())
     found = decided(settings, pixels, torch.device("cpu"))
     assert found.augment == (family if augment == "auto" else augment)
-    assert found.epochs == (50 if family == "natural" and augment != "none" else 80)  # a callable: as auto would be
+    assert found.epochs == (200 if family == "natural" and augment != "none" else 80)  # a callable: as auto would be
     assert decided(found, pixels[::-1, :, ::-1], torch.device("cpu")) is found
+
+
+@pytest.mark.parametrize(
+    "side, on_gpu", [((4, 4), 16), ((16, 16), 16), ((20, 20), 24), ((28, 28), 48), ((96, 28), 48), ((32, 40), 64)]
+)
+def test_width_follows_from_the_smaller_side_and_is_narrow_without_a_gpu(side, on_gpu):
+    pixels, cpu, gpu = np.zeros((4, *side, 3), np.uint8), torch.device("cpu"), torch.device("cuda")
+    found = decided(tiny(backbone="auto"), pixels, gpu)
+    assert found.width == on_gpu and decided(found, pixels, cpu) is found  # also where it is resumed
+    assert decided(tiny(backbone="auto"), pixels, cpu).width == 16
+    assert decided(tiny(backbone="auto", width=24), pixels, gpu).width == 24
+    assert decided(tiny(backbone=TinyBackbone(3)), pixels, cpu).width is None  # a user's own network has its width
+
+
+@pytest.mark.parametrize(
+    "changes, expected",
+    [
+        (dict(backbone="resnet10", width=4), True),
+        (dict(), False),
+        (dict(backbone="resnet10", precision="float32"), False),
+    ],
+    ids=["named", "own", "refused"],
+)
+def test_a_cpu_learns_in_bfloat16_where_the_network_is_known_to_be_sound_in_it(changes, expected, monkeypatch):
+    monkeypatch.setattr(devices, "computes_in_bfloat16", lambda device: True)
+    training = fitting.start(make_images(), tiny(**dict(precision="auto") | changes))
+    with training.precision:
+        assert torch.is_autocast_enabled("cpu") is expected
+    assert math.isfinite(training.run_epoch()[0]["loss"])
+
+
+@pytest.mark.parametrize("avx512, mkldnn, expected", [(True, True, True), (True, False, False), (False, True, False)])
+def test_a_cpu_computes_in_bfloat16_where_it_has_the_instructions(avx512, mkldnn, expected, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: mkldnn)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512, raising=False)
+    assert devices.computes_in_bfloat16(torch.device("cpu")) is expected
+    monkeypatch.delattr(torch.cpu, "_is_avx512_bf16_supported")  # it is not public
+    assert not devices.computes_in_bfloat16(torch.device("cpu"))
+
+
+def test_a_run_keeps_its_precision_and_tells_where_the_device_does_not_compute_in_it(monkeypatch):
+    pixels, cpu, asked = make_images().pixels, torch.device("cpu"), tiny(backbone="resnet10", precision="auto")
+    monkeypatch.setattr(devices, "computes_in_bfloat16", lambda device: True)
+    begun = decided(asked, pixels, cpu)
+    assert begun.precision == "bfloat16"
+    own = tiny(precision="bfloat16")
+    assert decided(own, pixels, cpu).precision == "bfloat16"  # at the user's own risk
+    monkeypatch.setattr(devices, "computes_in_bfloat16", lambda device: False)
+    assert decided(asked, pixels, cpu).precision == "float32"
+    told = []
+    training = fitting.start(make_images(), begun, told.append)
+    assert training.settings.precision == "float32" and not training.precision._enabled
+    assert len(told) == 1 and "precision=bfloat16" in told[0] and "goes on in float32" in told[0]
 
 
 def test_features_of_all_images_are_taken_only_where_labels_come_from_them(monkeypatch):
@@ -595,7 +651,7 @@ def recorded(module: nn.Module) -> list:
         dict(task_sum="sum"),
         dict(cross_cluster=False),
         dict(hard_samples=False),
-        dict(classifier_input="pooled"),
+        dict(classifier_input="projection"),
         dict(classifier_trains_encoder=True),
         dict(projection_per_task=True),
         dict(contrast="simclr"),
@@ -1004,8 +1060,8 @@ def test_instance_contrast_alone_gives_the_k_means_of_its_features():
         dict(tasks=("cluster", "instance")),
         dict(tasks=("cluster", "over")),
         dict(tasks=("cluster", "under")),
-        dict(classifier_input="pooled"),
-        dict(classifier_input="pooled", tasks=("instance",)),
+        dict(classifier_input="projection"),
+        dict(classifier_input="projection", tasks=("instance",)),
         dict(classifier_trains_encoder=True),
         dict(projection_per_task=True),
         dict(projection_per_task=True, contrast="instance-memory"),
@@ -1056,7 +1112,7 @@ def test_two_epochs_with_each_setting(changes):
     assert sum(map(int, last["sizes"].split())) == 48
 
 
-def test_the_paper_needs_images_with_colour_and_gets_its_own_settings():
+def test_the_paper_has_its_own_tasks():
     settings = Settings(**preset("paper"), n_clusters=4)
     plans = plan_tasks(settings, 1000)
     assert {name: (plan.n_clusters, plan.begins, plan.ends) for name, plan in plans.items()} == {
@@ -1113,8 +1169,7 @@ def test_keys_of_a_split_batch_are_dealt_out_and_put_back():
         (40, dict(batch_size=None)),
         (40, dict(batch_size=1000)),
         (4, dict(n_clusters=2)),
-        (4, dict(n_clusters=4)),
-        (7, dict(n_clusters=7)),
+        (7, dict(n_clusters=3)),
         (41, dict(batch_size=2)),  # would leave a batch of one image
         (13, dict(batch_size=6, batch_norm_groups=3)),
         (14, dict(batch_size=7, batch_norm_groups=3, backbone="resnet18", width=2)),  # 1 x 1 maps, parts of 3, 3 and 1
@@ -1155,7 +1210,7 @@ def test_a_memory_holds_at_most_half_of_the_images():
     [
         (3, dict(n_clusters=2), "3 images: expected at least 4"),
         (1, dict(n_clusters=2), "1 image: expected at least 4"),
-        (6, dict(n_clusters=7), "n_clusters=7, but there are only 6 images"),
+        (6, dict(n_clusters=4), "n_clusters=4, but there are only 6 images; choose a k of at most 3."),
         (48, dict(n_clusters=1), "n_clusters=1"),
         (48, dict(device="nonsense"), "device='nonsense'"),
         (48, dict(tasks=("over",)), "tasks=\\('over',\\)"),
@@ -1206,12 +1261,12 @@ def test_a_step_that_is_not_finite_changes_nothing(contrast, symmetric):
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(tmp_path):
     listener, run = Listener(), RunFolder.create(tmp_path, "run")
-    fitted = fitting.fit(make_images(), tiny(augment=BadView(2, 3, 5, 11), epochs=5), listener, run)
-    assert [row["skipped_steps"] for row in fitted.history] == [2, 1, 0, 1, 0]
+    fitted = fitting.fit(make_images(), tiny(augment=BadView(2, 3, 5, 11), epochs=6), listener, run)
+    assert [row["skipped_steps"] for row in fitted.history] == [2, 1, 0, 1, 0, 0]
     assert all(math.isfinite(row["loss"]) for row in fitted.history)
     assert sum("skipped" in message for message in listener.heard) == 1
     assert all(value.isfinite().all() for value in run.read_checkpoint()[0].values())
-    assert [row["skipped_steps"] for row in run.read_metrics()] == [2, 1, 0, 1, 0]
+    assert [row["skipped_steps"] for row in run.read_metrics()] == [2, 1, 0, 1, 0, 0]
     assert np.isfinite(fitted.q).all()
 
 
@@ -1239,6 +1294,45 @@ def test_a_checkpoint_between_such_steps_and_the_look_at_them_is_none_to_go_back
     (told,) = [message for message in listener.heard if "in a row" in message]
     assert "went on from epoch 1" in told
     assert [row["skipped_steps"] for row in fitted.history] == [0, 2, 0]
+
+
+class Onlooker(Watcher):
+    """Looks at the training itself, which it does not keep."""
+
+    def begin(self, training):
+        self.training = weakref.proxy(training)
+
+    def epoch(self, row):
+        assert self.training.epoch == row["epoch"]
+
+
+@pytest.mark.parametrize("minutes", [None, 5])
+def test_a_run_that_goes_back_holds_one_training_at_a_time(minutes, monkeypatch):
+    """On a GPU there may be no room for two. Who watches is told of the other one."""
+    begun, starts = [], fitting.start
+
+    def start(*args, **kwargs):
+        gc.collect()
+        assert not any(training() for training in begun)
+        training = starts(*args, **kwargs)
+        begun.append(weakref.ref(training))
+        return training
+
+    def three_epochs(training, *args):
+        training.set_epochs(3)
+        return Schedule(3, {"": 0.01}, {"; ": 0.01}, end=0.0)
+
+    monkeypatch.setattr(fitting, "start", start)
+    monkeypatch.setattr(fitting, "make_schedule", three_epochs)
+    view, run_epoch = BadView(), Training.run_epoch
+
+    def spoiled_once(self, *args):
+        view.bad = range(10**9) if self.epoch == 1 and len(begun) == 1 else ()
+        return run_epoch(self, *args)
+
+    monkeypatch.setattr(Training, "run_epoch", spoiled_once)
+    fitting.fit(make_images(), tiny(augment=view, epochs=3, minutes=minutes), Onlooker())
+    assert len(begun) == 2
 
 
 def test_without_a_run_folder_it_goes_back_to_the_start():
@@ -1309,11 +1403,11 @@ class Listener(Watcher):
 
 def test_collapsed_features_are_told_once():
     listener = Listener()
-    fitted = fitting.fit(make_images(), tiny(backbone=Collapsed(), epochs=4, learning_rate=0.06), listener)
+    fitted = fitting.fit(make_images(), tiny(backbone=Collapsed(), epochs=10, learning_rate=0.06), listener)
     collapse = [message for message in listener.heard if "collapsed" in message]
     assert len(collapse) == 1 and "(now 0.06)" in collapse[0]
     assert fitted.warnings == listener.heard
-    assert listener.calls == ["begin", *["step", "step", "step", "epoch"] * 4]
+    assert listener.calls == ["begin", *["step", "step", "step", "epoch"] * 10]
 
 
 def test_a_healthy_run_is_not_warned_about():
@@ -1358,17 +1452,6 @@ def test_a_missing_seed_is_drawn_and_kept():
     assert fitting.draw_seed(fixed) is fixed
 
 
-@pytest.mark.parametrize("precision, rounds", [("auto", True), ("float32", False)])
-def test_training_rounds_where_the_device_computes_in_bfloat16_unless_told_not_to(precision, rounds, monkeypatch):
-    monkeypatch.setattr("semclust.devices.computes_in_bfloat16", lambda device: True)
-    settings = tiny(backbone="resnet10", width=4, precision=precision)
-    training = Training(
-        noisy_groups(16, 16, channels=3), settings, choose_augmentation("natural"), choose_device("cpu")
-    )
-    assert training.precision._enabled == rounds
-    assert np.isfinite(training.run_epoch()[0]["loss"])
-
-
 def test_an_image_that_is_met_twice_in_a_batch_keeps_its_last_vector():
     training = started(contrast="instance-memory", momentum=0.0, neighbours=0, tasks=("cluster", "instance"))
     index = torch.tensor([3, 5, 3, 7])
@@ -1380,8 +1463,9 @@ def test_an_image_that_is_met_twice_in_a_batch_keeps_its_last_vector():
 # ---- the score ---------------------------------------------------------------------------------------
 
 
-def test_the_score_is_of_views_by_what_tells_the_clusters():
-    """The network, and its twin where it learns from its own labels: their agreement on images and the same views."""
+def test_the_score_is_of_views_such_as_are_learned_from_by_what_tells_the_clusters():
+    """The network, or its twin and strongly changed images where it learns from its own labels: agreement with what it
+    says of the images themselves."""
     training = fitting.start(make_images(), tiny(epochs=6, cluster_from=0.4, self_label_from=0.7))
     for _ in range(6):
         taught = training.phase.self_labels
@@ -1392,8 +1476,9 @@ def test_the_score_is_of_views_by_what_tells_the_clusters():
         if training.starts_self_labels(training.epoch):  # another classifier by now
             continue
         task, encoder = training.learner.tasks["cluster"], training.learner.telling_encoder(taught)
+        change = training.strong if taught else training.augmentation
         with torch.no_grad(), own_random_numbers(0, 0, training.device):
-            h, _ = encoder.eval()(training.augmentation(pixels_of(training, torch.arange(48)) / 255))
+            h, _ = encoder.eval()(change(pixels_of(training, torch.arange(48)) / 255))
             p_view = task.telling_classifier(taught)(F.normalize(h, dim=1)).softmax(1)
         sizes = p.argmax(1).bincount(minlength=4)
         assert row["view_agreement"] == pytest.approx((p * p_view).sum(1).mean().item(), abs=1e-4)

@@ -39,12 +39,12 @@ class Settings:
     # ---- how long and how fast ----------------------------------------------------------------
     epochs: int | None = setting(None, low=1)
     """Passes over the images. None: 80; for photographs, which take longer to be understood, 600 on an NVIDIA or AMD
-    GPU and elsewhere 50, as nobody would wait for more; times effort."""
+    GPU and elsewhere 200, as nobody would wait for more; times effort."""
     effort: float = setting(1.0, low=0.02)
     """Where neither epochs nor minutes are given: how many times as long to learn as usual."""
     minutes: float | None = setting(None, low=0.01)
-    """Time that a fit may take, in place of epochs: as many are chosen as fit into it on this machine, with the
-    learning rate decayed at the end. Reading the images and the report come on top."""
+    """Time that a fit may take, in place of epochs: as many are chosen as fit into it on this machine, or ten with a
+    part of their steps, with the learning rate decayed at the end. Reading the images and the report come on top."""
     batch_size: int | None = setting(None, low=2)
     """Images a step. None: 512, and fewer for small sets, so that an epoch has 36 steps; at least 32."""
     learning_rate: float | None = setting(None, low=0)
@@ -57,7 +57,8 @@ class Settings:
 
     # ---- images ------------------------------------------------------------------------------
     image_size: int | None = setting(None, low=4, high=1024)
-    """Side in pixels to which images are resized. None: their own size, within 16 to 96."""
+    """Side in pixels of the squares that images become: scaled to cover them, with the centre cut out. None: squares
+    only where images have several shapes, else their own; within 16 to 96."""
     augment: Augment = "auto"
     """Random views: natural (photographs), strokes (digits, glyphs, drawings), none; in Python also
     a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images whose mirror images are unlike
@@ -71,7 +72,8 @@ class Settings:
     """Network under the projection: resnet10, resnet18, resnet34; in Python also your own nn.Module.
     auto: resnet18, and resnet10 for images under 32 px."""
     width: int | None = setting(None, low=1, high=4096)
-    """Channels of the ResNet's first stage. None: 64, and fewer for images under 32 px."""
+    """Channels of the ResNet's first stage. None: on an NVIDIA or AMD GPU 64, and fewer for images under 32 px;
+    elsewhere 16, for more epochs in the same time."""
     max_pool: bool = False
     """Halve the resolution after the stem, as IIC and PICA do."""
     sobel: bool = False
@@ -148,7 +150,7 @@ class Settings:
     balance: float = setting(5.0, low=0)
     """How much clusters of even sizes matter: of pairs, all images in one cluster would agree best. Less for data that
     is truly imbalanced; at 0 the partition that clusters start from is not evened out either."""
-    self_label_from: float = setting(0.85, low=0, high=1)
+    self_label_from: float = setting(0.75, low=0, high=1)
     """Share of the epochs after which the network learns from its own labels: what the classifier's momentum twin is
     sure of in a whole image that is hardly changed, the classifier is to see in a strongly changed one. From then on
     the twin is what predicts. 1: never, as in the paper."""
@@ -175,8 +177,9 @@ class Settings:
     """Seed. The same seed on the same CPU gives the same run, on a GPU nearly; None draws one."""
     device: str = "auto"
     """cpu, cuda, cuda:1, mps. auto: a GPU where there is one."""
-    precision: Literal["auto", "float32"] = "auto"
-    """Of convolutions and matrix products in training. auto: bfloat16 on a GPU or CPU that computes in it."""
+    precision: Literal["auto", "bfloat16", "float32"] = "auto"
+    """Of convolutions and matrix products in training. auto: bfloat16 on a GPU that computes in it, and on such a CPU
+    unless the backbone is your own; float32 elsewhere."""
     images_on: Literal["auto", "device", "host"] = "auto"
     """Where the images lie: in the memory of the device, or streamed to it from the host's memory or disk.
     auto: on the device, where they take at most half of its free memory."""

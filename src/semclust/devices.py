@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -21,8 +21,9 @@ def choose_device(device: str) -> torch.device:
         chosen = torch.device(device)
         torch.zeros(1, device=chosen)
     except (RuntimeError, AssertionError) as error:
+        why = str(error).splitlines()[0].partition("Expected one of")[0]  # of all kinds there are
         raise InputError(
-            f"device={device!r} cannot be used here ({str(error).splitlines()[0]}); expected auto, cpu, cuda or mps."
+            f"device={device!r} cannot be used here{why and f' ({why})'}; expected auto, cpu, cuda or mps."
         ) from error
     return chosen
 
@@ -36,9 +37,16 @@ def computes_in_bfloat16(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
-def mixed_precision(device: torch.device, allowed: bool = True) -> torch.autocast:
-    """bfloat16 for convolutions and products, where it is allowed and the device computes in it."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=allowed and computes_in_bfloat16(device))
+def precision_on(device: torch.device, asked: str, sound: bool = True) -> Literal["bfloat16", "float32"]:
+    """What the setting ``precision`` comes to on the device, which may not compute in bfloat16. ``sound``: whether the
+    network is known to be computed rightly in it, and may have it unasked."""
+    possible = asked != "float32" and computes_in_bfloat16(device)
+    return "bfloat16" if possible and (sound or asked == "bfloat16") else "float32"
+
+
+def mixed_precision(device: torch.device, precision: str) -> torch.autocast:
+    """For convolutions and products, with ``precision`` as ``precision_on`` has it."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bfloat16")
 
 
 @contextlib.contextmanager

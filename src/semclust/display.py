@@ -8,11 +8,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from semclust.budget import FEWEST_EPOCHS
 from semclust.errors import plural
 from semclust.fitting import Watcher
 from semclust.groups import Groups
 from semclust.metrics import in_words
+from semclust.plan import why_a_try
 from semclust.train import Training
 
 EXAMPLES = 3
@@ -32,6 +32,7 @@ class Display(Watcher):
         self.console.print(f"timing a few steps of each phase, to plan for {plural_minutes(minutes)}")
 
     def begin(self, training: Training) -> None:
+        self.close()
         settings, (H, W, c) = training.settings, training.image_shape
         n_weights = sum(p.numel() for p in training.learner.encoder.parameters())
         network = training.learner.encoder.backbone
@@ -42,12 +43,8 @@ class Display(Watcher):
             f"{plural(settings.n_epochs, 'epoch')} of batches of {training.batch_size}, "
             f"{VIEWS[settings.augment] if isinstance(settings.augment, str) else 'views of your own'}"
         )
-        if settings.n_epochs < FEWEST_EPOCHS and settings.cluster_from > 0:
-            self.console.print(
-                f"so few epochs are for a try only: {FEWEST_EPOCHS} are the fewest that leave one or two for each "
-                "phase, and the default has many more",
-                soft_wrap=True,
-            )
+        if why := why_a_try(settings, training.n_images):
+            self.console.print(f"a try only: {why}", soft_wrap=True)
         if training.device.type != "cpu":
             self.console.print(f"{training.images}, {training.engine}")
         if training.epoch == settings.n_epochs:

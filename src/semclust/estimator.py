@@ -31,7 +31,7 @@ class SemanticClusterer(ClusterMixin, TransformerMixin, BaseEstimator, Settings)
     """Group unlabelled images by meaning, by Semantic Contrastive Learning.
 
     The parameters are those of ``semclust.Settings``, and ``verbose``. Data ``X`` is whatever ``semclust.open_images``
-    takes (the README has a table): an array (n, H, W) or (n, H, W, channels) of uint8 or floats, a folder, files by
+    takes (docs/guide.md has a table): an array (n, H, W) or (n, H, W, channels) of uint8 or floats, a folder, files by
     name or pattern, a ``.npz`` or ``.npy`` file, tar shards, a data set of another library, a benchmark, or "digits".
 
     A fit leaves out files that cannot be read, with a warning: what it learned is about the images in ``names_``.

@@ -41,7 +41,7 @@ class Watcher:
     """What a fit tells while it runs. The methods do nothing; a face overrides what it shows."""
 
     def timing(self, minutes: float) -> None: ...  # before begin, where a budget of time is about to be planned for
-    def begin(self, training: Training) -> None: ...
+    def begin(self, training: Training) -> None: ...  # and again with another, where the run went back
     def step(self, n_images: int) -> None: ...
     def epoch(self, row: dict[str, Any]) -> None: ...
     def warn(self, message: str) -> None: ...
@@ -128,6 +128,8 @@ class Fitting:
         self.share_of_steps = keep_to_budget(self.training, run, self.seconds, watcher)
         self.settings = self.training.settings
         if run is not None:
+            if self.settings.precision != settings.precision != "auto":  # it is so from now on, wherever it goes on
+                run.change_setting("precision", self.settings.precision)
             self.go_on_from_checkpoint(run)
         self.history = self.training.take_over(self.history)
         for row in self.history:
@@ -164,7 +166,7 @@ class Fitting:
             clustered = not math.isnan(row["score"])
             found = metrics.evaluate(p.argmax(1).cpu().numpy(), self.images.labels) if clustered else {}
             row |= dict.fromkeys(metrics.FIGURES, math.nan) | found
-        # A run keeps the columns that it began with, maybe in an earlier version.
+        # metrics.csv keeps the columns that it began with.
         self.history.append({name: row.get(name, math.nan) for name in (self.history or [row])[0]})
         if self.run is not None:
             self.write_row(self.run, self.history[-1])
@@ -185,7 +187,9 @@ class Fitting:
 
     def complain(self, row: dict[str, Any], aloud: bool = True) -> None:
         """Warn of what is wrong with an epoch; of each thing once, in the first epoch that it is seen in."""
-        for what, message in metrics.complaints(row, self.settings, self.training.peak_rate).items():
+        training = self.training
+        steps = row["epoch"] * training.n_batches
+        for what, message in metrics.complaints(row, self.settings, training.peak_rate, steps).items():
             if what not in self.complained:
                 self.complained.add(what)
                 self.warnings.append(message)
@@ -251,18 +255,11 @@ class Fitting:
             self.history = []
             return
         tensors, epoch, path = found
-        rows = tensors.pop("metrics", None)
         self.training.load_state(tensors, epoch, path)
-        if rows is not None:
-            run.write_metrics(rows.numpy().tobytes())
-        else:  # as earlier versions wrote it
-            run.drop_metrics_after(epoch)
+        if "metrics" not in tensors:
+            raise DamagedFileError(f"{path} lacks the rows of metrics.csv. Restore it from a copy, or fit anew.")
+        run.write_metrics(tensors["metrics"].numpy().tobytes())
         self.history = run.read_metrics()
-        if len(self.history) != epoch:
-            raise DamagedFileError(
-                f"{run.metrics} holds {plural(len(self.history), 'epoch')}, but {path} {epoch}. "
-                "Restore metrics.csv from a copy, or fit anew."
-            )
         if self.training.rate_factor < 1:
             self.warnings.append(self.lower_rate_in_words())
 
@@ -311,6 +308,7 @@ class Fitting:
         self.history = self.training.take_over(self.history)
         self.training.rate_factor = LOWER_RATE
         self.warn(f"{error} {self.lower_rate_in_words()} It went on from epoch {self.training.epoch}.")
+        self.watcher.begin(self.training)
 
     def lower_rate_in_words(self) -> str:
         rate = self.training.peak_rate
@@ -385,7 +383,7 @@ def check_suits(images: Images, settings: Settings, group: Group = ALONE) -> Non
     n, C = len(images.pixels), settings.n_clusters
     if n < 4:
         raise InputError(f"{plural(n, 'image')}: expected at least 4, and a few hundred to learn anything.")
-    if n < C:
+    if n < 2 * C:
         raise InputError(f"n_clusters={C}, but there are only {n} images; choose a k of at most {n // 2}.")
     check_shares(settings, n, group)
 

@@ -122,6 +122,8 @@ class Groups:
         ``_closeness``; empty ones go first. Returns the merged pairs of ids.
         """
         ids = self.ids
+        if len(ids) <= FEWEST:
+            raise InputError(f"to={to!r}: there are only {len(ids)} clusters left, and {FEWEST} always remain.")
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or not FEWEST <= to < len(ids):
             raise InputError(
                 f"to={to!r}: expected a whole number from {FEWEST} to {len(ids) - 1}, since there are {len(ids)} now."
@@ -154,7 +156,8 @@ class Groups:
     def _join(self, clusters: Sequence[Cluster]) -> None:
         ids = sorted({self.find(cluster) for cluster in clusters})
         if len(ids) < 2:
-            raise InputError(f"There is only {ids} to merge; expected two clusters or more.")
+            named = f"only cluster {ids[0]}" if ids else "no cluster"
+            raise InputError(f"There is {named} to merge; expected two clusters or more, by id or name.")
         if len(self.ids) - len(ids) + 1 < FEWEST:
             raise InputError(
                 f"Merging {', '.join(map(str, ids))} would leave one cluster with everything in it; "

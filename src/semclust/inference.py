@@ -5,12 +5,12 @@ Shapes: N images, D pooled feature, d representation.
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from semclust.devices import mixed_precision
 from semclust.errors import plural
 from semclust.loader import ImageLoader
 from semclust.model import Encoder
@@ -29,11 +29,12 @@ class Inference:
     def __init__(
         self,
         images: ImageLoader,
-        precision: AbstractContextManager[Any],
+        precision: str,
         on_notice: Callable[[str], None],
         device: torch.device,
     ):
-        self.images, self.precision, self.on_notice = images, precision, on_notice
+        self.images, self.on_notice = images, on_notice
+        self.precision, self.folds = mixed_precision(device, precision), precision == "bfloat16"
         self.batch = usual_batch(device)
 
     @torch.no_grad()
@@ -54,7 +55,8 @@ class Inference:
         on_part: called after each batch; an exception that is raised there changes nothing."""
         while True:
             try:
-                fastest = encoder.eval().folded() or encode
+                encoder.eval()
+                fastest = (encoder.folded() if self.folds else None) or encode
                 return self._by_batches(fastest, numbers, look, pooled, on_part)
             except torch.OutOfMemoryError:
                 if self.batch == 1:

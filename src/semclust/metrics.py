@@ -12,9 +12,12 @@ from torch import Tensor
 
 from semclust.config import Settings
 from semclust.errors import plural
+from semclust.plan import FEWEST_EPOCHS
 
 FIGURES = ("acc", "nmi", "ari")
 COLLAPSED_SPREAD = 0.05
+FEW_SURE = 0.05  # of the images
+SPREAD_BY = 500  # steps: of runs that went well, some had no spread yet after 180
 GIANT_CLUSTER = 0.8
 
 
@@ -107,13 +110,16 @@ def spread(q: Tensor) -> float:
     return 1 - q.mean(0).square().sum().item()
 
 
-def complaints(row: dict[str, Any], settings: Settings, rate: float) -> dict[str, str]:
+def complaints(row: dict[str, Any], settings: Settings, rate: float, steps: int) -> dict[str, str]:
     """What is wrong with an epoch's figures: a word for it, and a message with the figures and the next step.
-    ``rate``: the peak learning rate."""
+    ``rate``: the peak learning rate; ``steps``: that the run has taken by then."""
     semantic = not math.isnan(row["churn"])  # clusters have been learned for at least an epoch
     found = {}
-    # Not in the first epochs: the statistics that batch norm uses without augmentation are only forming.
-    if row["spread"] < COLLAPSED_SPREAD and row["epoch"] >= 3:
+    # Not in the first epochs: the statistics that batch norm uses without augmentation are only forming, and epochs of
+    # few images have few steps.
+    last = row["epoch"] == settings.n_epochs >= FEWEST_EPOCHS
+    judged = row["epoch"] >= 3 and (steps >= SPREAD_BY or last)
+    if row["spread"] < COLLAPSED_SPREAD and judged:
         advice = [f"a learning_rate of {rate / 3:.2g} (now {rate})"]
         advice += ["momentum 0.99"] if settings.momentum is not None and settings.momentum < 0.99 else []
         advice += ["warmup_epochs 3"] if settings.warmup_epochs < 3 else []
@@ -135,6 +141,12 @@ def complaints(row: dict[str, Any], settings: Settings, rate: float) -> dict[str
             "which changed nothing. metrics.csv counts what is skipped (skipped_steps). Should there be many, try a "
             f"learning_rate of {rate / 3:.2g} (now {rate})."
         )
+    if settings.labels_itself and last and row.get("sure", math.nan) < FEW_SURE:
+        found["unsure"] = (
+            f"The network learned from its own labels, but was sure of {row['sure']:.0%} of the images only, so that "
+            f"the last {1 - settings.self_label_from:.0%} of the epochs brought little. Try more epochs (now "
+            f"{settings.n_epochs}), or a self_label_confidence below {settings.self_label_confidence:g}."
+        )
     empty = str(row["sizes"]).split().count("0")
     if semantic and row["epoch"] == settings.n_epochs and empty:
         left = settings.n_clusters - empty
@@ -147,7 +159,7 @@ def label_free_score(agreement: float, sizes: Tensor) -> float:
     """How far a clustering can be trusted without labels, 0 to 1: agreement across views, times the evenness of the
     cluster sizes (their entropy), without which one giant cluster would win."""
     share = sizes.double() / sizes.sum()
-    entropy = -(share * share.clamp(min=1e-12).log()).sum().item()
+    entropy = max(0.0, -(share * share.clamp(min=1e-12).log()).sum().item())
     return agreement * entropy / math.log(len(sizes))
 
 
@@ -158,5 +170,4 @@ def best_epoch(history: list[dict[str, Any]]) -> int:
 
 def last_phase(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The epochs that learned from the same as the last one: only their scores can be compared."""
-    learns = {str(row.get("learns")) for row in history[-1:]}  # runs of earlier versions do not tell
-    return [row for row in history if str(row.get("learns")) in learns]
+    return [row for row in history if row.get("learns") == history[-1].get("learns")]

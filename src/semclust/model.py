@@ -4,7 +4,6 @@ Shapes: n batch, c channels, H x W pixels, D pooled feature, d representation, N
 """
 
 import copy
-import math
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
@@ -15,15 +14,16 @@ from torch import Tensor, nn
 from semclust.augment import resized, view_size
 from semclust.backbones import FoldedResNet, SmallImageResNet, Sobel, build_backbone, pool, stop_counting
 from semclust.config import Settings
-from semclust.devices import computes_in_bfloat16
+from semclust.errors import InputError
 from semclust.partition import cluster_means
-from semclust.plan import labels_itself_in
+from semclust.plan import crop_size_in
 
 Network = TypeVar("Network", bound=nn.Module)
 
 START_STEPS, START_MOMENTUM = 200, 0.9  # of a classifier that learns a partition
 START_PROBABILITIES = 2**27  # at once
 START_DECAY = 1e-4  # of its weights, which would grow without end where the clusters can be told apart
+START_SHARE = 0.1  # of the images, below which a cluster is learned from as if it were so large
 
 
 class Encoder(nn.Module):
@@ -70,9 +70,9 @@ class Encoder(nn.Module):
         return resized(x, self.view_size)
 
     def folded(self) -> Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]] | None:
-        """The same function with the weights as they are now, as fast as it predicts; None where there is no such."""
-        device = self.mean.device
-        if not isinstance(self.backbone, SmallImageResNet) or device.type != "cuda" or not computes_in_bfloat16(device):
+        """The same function with the weights as they are now, in bfloat16 and as fast as it predicts; None where there
+        is no such."""
+        if not isinstance(self.backbone, SmallImageResNet) or self.mean.device.type != "cuda":
             return None
         backbone = FoldedResNet(self.backbone)
         return lambda x: self.project(backbone(self.edges((x - self.mean) / self.std)))
@@ -87,11 +87,18 @@ def build_encoder(
     settings: Settings, image_shape: tuple[int, int, int], projections: Iterable[str]
 ) -> tuple[Encoder, int]:
     """f_theta for images of shape (H, W, c), and the dimension D of its pooled feature."""
-    at_last = 1.0 if labels_itself_in(settings, settings.n_epochs - 1) else settings.crop_size
-    size = view_size(settings.augment, image_shape, at_last)
-    backbone, n_features = build_backbone(
-        settings.backbone, image_shape, settings.width, settings.max_pool, settings.sobel
-    )
+    size = view_size(settings.augment, image_shape, crop_size_in(settings, settings.n_epochs - 1))
+    views = view_size(settings.augment, image_shape, settings.crop_size)
+    how = settings.width, settings.max_pool, settings.sobel
+    backbone, n_features = build_backbone(settings.backbone, image_shape, *how)
+    if isinstance(settings.backbone, nn.Module) and views != image_shape[:2]:
+        try:
+            build_backbone(settings.backbone, (*views, image_shape[2]), *how)
+        except InputError as error:
+            raise InputError(
+                f"{error}. Views are so small by crop_size={settings.crop_size:g}; for a network of one size only, "
+                "say crop_size=1."
+            ) from error
     encoder = Encoder(
         backbone,
         n_features,
@@ -139,19 +146,24 @@ class LinearClassifier(nn.Module):
     def start_from(self, x: Tensor, y: Tensor) -> None:
         """Learn the clusters y of the features x (N x d) by logistic regression, from weights that point from the mean
         of all features to the mean of each cluster. By steps of one size, whose result changes little where rounding
-        changes x a little; the features are centred for them, as all lie to one side. Of very many images and clusters
-        every second one, or fewer, is enough."""
+        changes x a little; the features are centred for them, as all lie to one side. The gradient of a small cluster
+        is scaled up: it is as small as the cluster, and of hundreds of clusters none would be learned in time. Of very
+        many images and clusters a random part is enough."""
         weight, bias, C = self.linear.weight, self.linear.bias, len(self.linear.bias)
-        every = math.ceil(len(x) * C / START_PROBABILITIES)
-        x, y = x[::every], y[::every]
+        if len(x) * C > START_PROBABILITIES:
+            some = torch.randperm(len(x), device=x.device)[: START_PROBABILITIES // C]
+            x, y = x[some], y[some]
         mean = x.mean(0)
         x = (x - mean) / self.tau
-        weight.copy_(F.normalize(cluster_means(x, y, C)[0], dim=1))
-        bias.zero_()
+        centre, size = cluster_means(x, y, C)
+        share = size.clamp(min=1) / len(x)
+        weight.copy_(F.normalize(centre, dim=1))
+        bias.copy_(share.log())
+        faster = torch.where(size > 0, START_SHARE / share, 1.0).clamp(min=1)
         largest = 0.5 * (1 + x.square().sum(1).mean())  # no second derivative of the cross entropy is larger
         velocity, velocity_bias = torch.zeros_like(weight), torch.zeros_like(bias)
         for _ in range(START_STEPS):
-            error = (F.linear(x, weight, bias).softmax(1) - F.one_hot(y, C)) / len(x)
+            error = (F.linear(x, weight, bias).softmax(1) - F.one_hot(y, C)) * (faster / len(x))
             velocity.mul_(START_MOMENTUM).add_(error.T @ x + START_DECAY * weight)
             velocity_bias.mul_(START_MOMENTUM).add_(error.sum(0))
             weight.sub_(velocity / largest)

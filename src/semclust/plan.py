@@ -9,13 +9,16 @@ import torch
 
 from semclust.augment import choose_family
 from semclust.config import Settings
+from semclust.devices import precision_on
 from semclust.distributed import Group
 from semclust.errors import InputError
 
-EPOCHS = {"drawings": 80, "photographs": 600, "photographs without a GPU": 50}
+EPOCHS = {"drawings": 80, "photographs": 600, "photographs without a GPU": 200}
 SHORT = 50  # epochs; runs that are longer have a lower learning rate
 LATER_WARMUP = 1  # epochs in which the rate rises where it starts anew, from a network that has learned
 STEPS_AN_EPOCH = 36  # at least, by smaller batches where images are few
+FEWEST_EPOCHS = 10  # that make sense: fewer leave no epoch or two for each phase of a run
+FEWEST_IMAGES = 200  # to learn anything from
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,19 @@ def plan_clusters(settings: Settings) -> tuple[int, int]:
     return begin, by_itself
 
 
+def why_a_try(settings: Settings, n_images: int) -> str | None:
+    """Why such a run cannot tell how good the clusters could be, in words; None where it can."""
+    if n_images < FEWEST_IMAGES:
+        return f"{n_images} images are too few to learn from: a few hundred are the least, some thousands are better."
+    if settings.n_epochs < FEWEST_EPOCHS and settings.cluster_from > 0:
+        are = "epoch is" if settings.n_epochs == 1 else "epochs are"
+        return (
+            f"{settings.n_epochs} {are} too few to tell how good the clusters could be: {FEWEST_EPOCHS} leave one or "
+            "two for each phase, and the default has many more."
+        )
+    return None
+
+
 def labels_itself_in(settings: Settings, epoch: int) -> bool:
     """Whether the network learns from its own labels in the epoch ``epoch`` (from 0), or did at last.
 
@@ -60,6 +76,11 @@ def labels_itself_in(settings: Settings, epoch: int) -> bool:
     are in the end. Those that the network itself sees are strongly changed, and its batch norms expect that."""
     begins = plan_clusters(settings)[1]
     return begins < settings.n_epochs and epoch >= begins
+
+
+def crop_size_in(settings: Settings, epoch: int) -> float:
+    """Of the views that the epoch ``epoch`` (from 0) learns from: own labels are of whole images."""
+    return 1.0 if labels_itself_in(settings, epoch) else settings.crop_size
 
 
 def plan_tasks(settings: Settings, n_images: int) -> dict[str, TaskPlan]:
@@ -110,9 +131,16 @@ def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) ->
 
 
 def decided(settings: Settings, pixels: np.ndarray, device: torch.device) -> Settings:
-    """The same settings for these images (N x H x W x c bytes), with all that follows from their kind: the family of
-    views, and the number of epochs where none is given. Without an NVIDIA or AMD GPU nobody would wait for as many as
-    photographs need."""
+    """The same settings for these images (N x H x W x c bytes), with all that follows from their kind and the device:
+    the family of views, the precision and, where none are given, the width of the network and the number of epochs.
+    Without an NVIDIA or AMD GPU nobody would wait for as much as photographs need; there, a narrow network for many
+    epochs learns more in the same time than a wide one for few."""
+    if settings.precision == "auto":
+        # On a CPU a user's own network may have what torch computes wrongly in bfloat16: see ``StridedConvolution``.
+        sound = device.type != "cpu" or isinstance(settings.backbone, str)
+        settings = replace(settings, precision=precision_on(device, "auto", sound))
+    if settings.width is None and isinstance(settings.backbone, str):
+        settings = replace(settings, width=usual_width(pixels.shape[1:3], device))
     if settings.epochs is not None and settings.augment != "auto":
         return settings
     family = choose_family(settings.augment, pixels)
@@ -124,6 +152,11 @@ def decided(settings: Settings, pixels: np.ndarray, device: torch.device) -> Set
     if kind == "photographs" and device.type != "cuda":
         kind = "photographs without a GPU"
     return replace(settings, epochs=round(settings.effort * EPOCHS[kind]))
+
+
+def usual_width(image_size: tuple[int, ...], device: torch.device) -> int:
+    """Channels of the first stage for images of this height and width: small ones get by with fewer."""
+    return max(16, min(64, min(image_size) ** 2 // 16 // 8 * 8)) if device.type == "cuda" else 16
 
 
 def usual_batch_size(n_images: int) -> int:

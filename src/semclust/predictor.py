@@ -23,7 +23,7 @@ from semclust.model import ClusterNetwork, LinearClassifier, build_encoder, chan
 from semclust.plan import labels_itself_in
 from semclust.storage import as_state, check_shapes, load_into, read_json, read_tensors, write_json, write_tensors
 
-FORMAT = 4
+FORMAT = 5
 BATCH = 512
 LARGEST = 1024  # side in pixels, as of the setting image_size
 
@@ -140,6 +140,9 @@ class Predictor:
         try:
             settings = Settings(**from_json(about["settings"]))
             check(replace(settings, backbone="auto", augment="auto"))  # either may stand for the user's own
+            of_own_width = not isinstance(settings.backbone, str) or is_own_code(settings.backbone)
+            if settings.epochs is None or settings.augment == "auto" or (settings.width is None and not of_own_width):
+                raise ValueError("settings that were never decided on: epochs, augment or width")
             H, W, c = map(int, about["image_shape"])
             low, high = map(float, about["value_range"])
             if min(H, W, c) < 1 or max(H, W) > LARGEST or c > 4:

@@ -35,7 +35,7 @@ from semclust.errors import DamagedFileError, InputError, plural
 from semclust.groups import FILE, Groups
 from semclust.storage import PART, WholeFile, read_json, read_tensors, write_json, write_tensors, write_whole
 
-FORMAT = 3
+FORMAT = 4
 ROWS_AT_ONCE = 8192
 TEXTS = ("learns", "sizes")  # columns of metrics.csv that are not numbers
 OF_A_FIT = (  # files that nothing else writes
@@ -136,6 +136,10 @@ class RunFolder:
     def write_config(self, config: dict[str, Any]) -> None:
         write_json(self.path / "config.json", {"format": FORMAT, "semclust": __version__, **config})
 
+    def change_setting(self, name: str, value: Any) -> None:
+        config = self.read_config()
+        self.write_config(config | {"settings": config["settings"] | {name: value}})
+
     def read_config(self) -> dict[str, Any]:
         config = read_json(self.path / "config.json")
         if config.get("format") != FORMAT:
@@ -185,20 +189,6 @@ class RunFolder:
             return [{name: value(name, cell) for name, cell in row.items()} for row in rows]
         except (TypeError, ValueError, csv.Error) as error:
             raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
-
-    def drop_metrics_after(self, epoch: int) -> None:
-        """Forget rows of epochs that no checkpoint holds: they are about to be repeated."""
-        if not self.metrics.exists():
-            return
-        try:
-            header, *rows = self.metrics.read_text(encoding="utf-8").splitlines(keepends=True) or [""]
-            kept = [row for row in rows if row.endswith("\n") and int(row.split(",", 1)[0]) <= epoch]
-        except ValueError as error:
-            raise DamagedFileError(f"{self.metrics} is damaged ({error}); restore it from a copy.") from error
-        if kept:
-            write_whole(self.metrics, "".join([header, *kept]).encode())
-        else:
-            self.metrics.unlink()
 
     def write_checkpoint(self, tensors: dict[str, Tensor], epoch: int) -> None:
         """The last one stays as the previous one."""
@@ -327,7 +317,7 @@ class RunFolder:
     def _read_array(self, path: Path, n_images: int) -> np.ndarray:
         again = f"`semclust fit --resume {self.path}` writes it"
         if not path.exists():
-            raise InputError(f"{path} is missing: has the run finished, and in this version? {again}.")
+            raise InputError(f"{path} is missing: has the run finished? {again}.")
         try:
             with numpy_file(path) as array:
                 if not isinstance(array, np.ndarray) or array.ndim != 2 or array.dtype.kind != "f":
@@ -366,6 +356,7 @@ class RunFolder:
 def _is_run_of(config: dict[str, Any], stored: dict[str, Any]) -> bool:
     """Whether a run with the config ``stored`` is of the same data and settings; a seed of None stands for any."""
     settings = dict(stored.get("settings", {}))
+    settings["precision"] = config["settings"]["precision"]  # that of the machine where it began
     if config["settings"].get("minutes") is not None:  # by which the epochs were decided since
         settings["epochs"] = config["settings"]["epochs"]
     if config["settings"]["random_state"] is None:

@@ -69,11 +69,11 @@ class StopSignals:
         again = self.received is not None
         self.received = self.received or signal.Signals(number)  # torchrun sends SIGTERM after the terminal's SIGINT
         told = f"\n{self.received.name}: ending after this step, with a checkpoint."
-        if self.group.alone:
+        if not self.group.alone and (again or not self.group.first):
+            return
+        if self.group.alone and signal.SIGINT in self._before:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             told += " Ctrl-C ends at once, without."
-        elif again or not self.group.first:
-            return
         told += "\n"
         # Not by print: the signal may have come in the middle of one.
         os.write(2, (told + (SHOW_CURSOR if sys.stderr.isatty() else "")).encode())

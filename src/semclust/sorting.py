@@ -111,7 +111,7 @@ class SortedFolder:
 def check_folder(path: Path, data: Any) -> None:
     """Raise InputError where ``path`` cannot become the sorted folder of ``data``."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InputError(f"{str(path)!r} exists and is not overwritten; choose another --into.")
+        raise InputError(f"{str(path)!r} exists and is not an empty folder; choose another --into.")
     if path.is_symlink():
         raise InputError(f"{str(path)!r} is a link; choose a folder that does not exist yet for --into.")
     if not path.parent.is_dir():

@@ -22,7 +22,7 @@ from semclust import __version__
 from semclust.augment import choose_augmentation
 from semclust.budget import measure
 from semclust.config import Settings
-from semclust.devices import choose_device, computes_in_bfloat16, seconds_of, synchronise
+from semclust.devices import choose_device, seconds_of, synchronise
 from semclust.engine import fast_kernels
 from semclust.errors import InputError, plural
 from semclust.loader import Resident, Streamed
@@ -116,7 +116,8 @@ def measure_speed(
         "time_to_first_step": first_step[0],
         "gmac_per_view": flop / 2e9,
         "tflops": work,
-        "peak_tflops": (peak := peak_tflops(device)),
+        "precision": training.settings.precision,
+        "peak_tflops": (peak := peak_tflops(device, training.settings.precision)),
         "share_of_peak": work / peak,
         "peak_memory_gib": peak_memory(device),
     }
@@ -225,10 +226,10 @@ def flop_a_view(training: Training) -> int:
     return counter.get_total_flops()
 
 
-def peak_tflops(device: torch.device, n: int = 8192) -> float:
-    """The fastest product of two matrices: in bfloat16 where the device computes in it, in float32 elsewhere."""
+def peak_tflops(device: torch.device, precision: str, n: int = 8192) -> float:
+    """The fastest product of two matrices in this ``precision``."""
     n = n if device.type == "cuda" else n // 4
-    a = torch.randn(n, n, device=device, dtype=torch.bfloat16 if computes_in_bfloat16(device) else torch.float32)
+    a = torch.randn(n, n, device=device, dtype=getattr(torch, precision))
     b = torch.randn_like(a)
     repeats = 20 if device.type == "cuda" else 3
     for _ in range(3):

@@ -183,13 +183,12 @@ def checksum(tensors: dict[str, Tensor], about: dict[str, Any]) -> str:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the ``about`` of ``write_tensors``. Files of earlier versions have no checksum to compare."""
+    """The tensors and the ``about`` of ``write_tensors``."""
     try:
         with safe_open(path, framework="pt") as file:
             about = json.loads((file.metadata() or {}).get("about", "null"))
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        expected = about.pop("sha256", None) if isinstance(about, dict) else None
-        if expected is not None and expected != checksum(tensors, about):
+        if isinstance(about, dict) and about.pop("sha256", None) != checksum(tensors, about):
             raise ValueError("its content does not have the checksum that it says")
     except FileNotFoundError:
         raise DamagedFileError(f"{path} is missing. {NEXT_STEP}.") from None
@@ -235,10 +234,7 @@ def check_shapes(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path
 
 def as_state(tensors: dict[str, Tensor], module: torch.nn.Module) -> dict[str, Tensor]:
     """A state for ``module``, with the versions of its parts' formats: without them a batch norm expects a count
-    of batches. Few here keep one, so those of earlier files are left out."""
-    own = module.state_dict()
-    state = OrderedDict(
-        (name, value) for name, value in tensors.items() if name in own or not name.endswith("num_batches_tracked")
-    )
-    state._metadata = own._metadata  # type: ignore[attr-defined]
+    of batches, which few here keep."""
+    state = OrderedDict(tensors)
+    state._metadata = module.state_dict()._metadata  # type: ignore[attr-defined]
     return state

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from semclust import core, metrics
-from semclust.augment import Augmentation, RandomView, resized, view_size, weak_and_strong
+from semclust.augment import Augmentation, RandomView, checked_view, resized, view_size, weak_and_strong
 from semclust.config import Settings
 from semclust.contrast import Contrast
-from semclust.devices import mixed_precision, own_random_numbers, random_state, set_random_state
+from semclust.devices import mixed_precision, own_random_numbers, precision_on, random_state, set_random_state
 from semclust.distributed import ALONE, Group, checksum, synchronise_batch_norm
 from semclust.engine import Engine, fast_kernels
 from semclust.errors import DamagedFileError, NotFiniteError
@@ -37,6 +37,7 @@ from semclust.losses import sample_losses, shares_of_batch
 from semclust.model import channels_last, classifier_input, in_unit_range
 from semclust.plan import (
     Phase,
+    crop_size_in,
     decided,
     labels_itself_in,
     plan_batches,
@@ -73,6 +74,14 @@ class Training:
     ):
         """``pixels``: N x H x W x c, uint8; all of them, also where ``group`` shares the work."""
         settings = decided(settings, pixels, device)
+        possible = group.all_true(precision_on(device, settings.precision) == "bfloat16")  # the same for all of a batch
+        if settings.precision == "bfloat16" and not possible:
+            where = f"this device ({device})" if group.alone else "some process's device"
+            on_notice(
+                f"precision=bfloat16, in which {where} does not compute: the fit goes on in float32, and ends in other "
+                "bytes than where it does. A fit that begins with precision=float32 is in float32 everywhere."
+            )
+            settings = replace(settings, precision="float32")
         self.settings, self.device, self.augmentation, self.group = settings, device, augmentation, group
         self.on_notice = on_notice
         self.epoch = self.step = 0  # whole epochs, and steps of the next one, that are done
@@ -90,7 +99,7 @@ class Training:
         if not group.alone and not self._local_norms:
             synchronise_batch_norm(self.learner, group)
         channels_last(self.learner.to(device))
-        self.precision = mixed_precision(device, settings.precision == "auto")
+        self.precision = mixed_precision(device, settings.precision)
         self._measure_colours()
         learning = [*self.learner.encoder.parameters(), *self.learner.task_modules.parameters()]
         self.trained = [parameter for parameter in learning if parameter.requires_grad]  # teachers follow
@@ -123,7 +132,7 @@ class Training:
         self._encode = self.engine.compiled(self.learner.encoder)
         self._sample_losses = self.engine.compiled(sample_losses)
         self.contrast = Contrast(self.learner, self.settings, self.group, self.engine, self._encode)
-        self.inference = Inference(self.images, self.precision, self.on_notice, self.device)
+        self.inference = Inference(self.images, self.settings.precision, self.on_notice, self.device)
 
     def set_epochs(self, epochs: int) -> None:
         """Plan the run anew, before it begins, for another number of epochs."""
@@ -279,7 +288,7 @@ class Training:
         else:
             x = in_unit_range(x)
             with self._numbers_of_rank():
-                views = torch.cat([first(x), second(x)])
+                views = torch.cat([checked_view(view(x), x) for view in (first, second)])
         while True:
             try:
                 return self._learn(views, index)
@@ -507,10 +516,11 @@ class Training:
         return resized(in_unit_range(x), self.size_for(self.epoch))
 
     def _changed(self, x: Tensor) -> Tensor:
-        """The same of a random view of each: by the same numbers in every epoch, and of every run, so that scores
-        differ in nothing else. Those of the epoch are left alone."""
+        """The same of a random view of each, such as the current epoch learns from: by the same numbers in every epoch,
+        and of every run, so that scores differ in nothing else. Those of the epoch are left alone."""
+        change = self.strong if labels_itself_in(self.settings, self.epoch) else self.augmentation
         with own_random_numbers(0, 0, self.device):
-            return resized(self.augmentation(in_unit_range(x)), self.size_for(self.epoch))
+            return resized(change(in_unit_range(x)), self.size_for(self.epoch))
 
     def _features_of(
         self, numbers: Tensor, look: Callable[[Tensor], Tensor], on_part: Callable[[], None]
@@ -524,8 +534,7 @@ class Training:
     def size_for(self, epoch: int) -> tuple[int, int]:
         """Height and width of the views that the epoch ``epoch`` (from 0) learns from: images without augmentation are
         looked at in this size."""
-        crop_size = 1.0 if labels_itself_in(self.settings, epoch) else self.settings.crop_size
-        return view_size(self.settings.augment, self.image_shape, crop_size)
+        return view_size(self.settings.augment, self.image_shape, crop_size_in(self.settings, epoch))
 
     # ---- surroundings ----------------------------------------------------------------------------
 
@@ -583,10 +592,10 @@ class Training:
         self._load_progress(tensors, source)
 
     def _load_progress(self, tensors: dict[str, Tensor], source: Path) -> None:
-        """What ``state()`` holds besides the networks; files of earlier versions lack it, and end with an epoch."""
-        progress = tensors.get("progress", torch.tensor([0, 0, 1, INFERENCE_BATCH])).tolist()
+        """What ``state()`` holds besides the networks."""
         self._random_state = [tensors[f"random.{i}"] for i in range(2) if f"random.{i}" in tensors]
         try:
+            progress = tensors["progress"].tolist()
             step, self.skipped_before, parts, batch = map(int, progress)
             if parts < 1 or batch < 1 or step < 0:
                 raise ValueError(f"progress {progress}")
@@ -595,7 +604,7 @@ class Training:
                 self.losses = tensors["losses"].reshape(-1, 3).to(self.device)
                 if not self._random_state or step > len(self.losses):
                     raise ValueError(f"step {step} of {len(self.losses)}")
-            self.rate_factor = float(tensors.get("rate_factor", 1.0))
+            self.rate_factor = float(tensors["rate_factor"])
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise DamagedFileError(f"{source} is damaged ({error!r}). Restore it, or fit again.") from error
         if parts != self.parts:

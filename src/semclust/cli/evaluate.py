@@ -42,6 +42,7 @@ def run(command: Evaluate, console: "Console") -> None:
     run = RunFolder.open(command.run)
     names, clusters, *_ = read_assignments(run.assignments)
     groups = run.read_groups(int(clusters.max()) + 1)
+    run.read_embeddings(len(names))  # which tell whether the table is whole
     labels = read_labels(command.labels, names) if command.labels else labels_of(run, names)
     console.print(metrics.in_words(metrics.evaluate(clusters, labels)))
     table = Table(title="images of each class in each cluster", title_justify="left")
@@ -67,7 +68,7 @@ def labels_of(run: "RunFolder", names: list[str]) -> "np.ndarray":
     files = data != "digits" and Path(data).is_dir()  # a folder holds none: there is no need to list it
     source = None if files else find_source(data)
     if source is None or source.labels is None:
-        raise InputError(f"{data!r} holds no labels; say --labels labels.csv, or --labels folders.")
+        raise InputError(f"{data!r} holds no labels; say --labels FILE.csv (path,label), or --labels folders.")
     labels = source.labels
     if source.stamp or source.folder:  # some of the images may have been skipped
         rows = {name: row for row, name in enumerate(source.names)}

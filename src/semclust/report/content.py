@@ -20,6 +20,7 @@ from semclust.config import Settings, from_json, is_own_code
 from semclust.display import printable
 from semclust.errors import DamagedFileError, in_short
 from semclust.groups import Groups
+from semclust.plan import why_a_try
 from semclust.report.against_labels import Comparison, compare, confusion
 from semclust.report.close import closest_pairs
 from semclust.report.curves import curves, phases, table_of_epochs
@@ -81,6 +82,8 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
     titles = [f"{i} · {printable(groups.names[i])}" if i in groups.names else str(i) for i in ids]
     truth = compare(cluster, len(ids), kept.labels, kept.classes) if kept.labels is not None else None
 
+    uneven = share_of_steps(run)
+
     names = [printable(name) for name in assigned.names]
     clusters = describe_clusters(cluster, len(ids), assigned.confidence, kept, truth)
     for described, cluster_id, title in zip(clusters, ids, titles, strict=True):
@@ -102,6 +105,7 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "skipped": read_skipped(run.path / "skipped.csv"),
         "summary": {name: printable(value) if isinstance(value, str) else value for name, value in summary.items()},
         "warnings": [printable(str(warning)) for warning in summary["warnings"]],
+        "why_a_try": why_a_try(settings, len(names)),
         "figures": truth and truth.figures,
         "pairs": describe_pairs(run, assigned, cluster, runner_up, ids, titles),
         "confusion": truth and confusion(truth, titles),
@@ -109,8 +113,8 @@ def collect(run: RunFolder, assigned: Assignments, kept: Kept) -> dict[str, Any]
         "settings": settings_table(config["settings"]),
         "source": printable(str(config.get("data"))),
         "labels": printable(str(config["labels"])) if config.get("labels") else None,
-        "command": printable(fit_command(config)),
-        "uneven_epochs": share_of_steps(run),
+        "command": printable(fit_command(config, whole_epochs=uneven is None)),
+        "uneven_epochs": uneven,
         "own_code": [
             f"your own {name}" for name in ("backbone", "augment") if is_own_code(config["settings"].get(name))
         ],

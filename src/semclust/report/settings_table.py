@@ -47,15 +47,17 @@ def descriptions() -> dict[str, str]:
     return found
 
 
-def fit_command(config: dict[str, Any]) -> str:
-    """The line that fits the same images with the same settings again."""
+def fit_command(config: dict[str, Any], whole_epochs: bool = True) -> str:
+    """The line that fits the same images with the same settings again. Of a run that kept to its minutes, for as many
+    epochs as these gave it or, where they were not ``whole_epochs``, for as many minutes."""
     stored, defaults = config["settings"], to_json(Settings())
     words = ["semclust", "fit", str(config.get("data")), "-k", str(stored["n_clusters"])]
     if config.get("labels"):
         words += ["--labels", str(config["labels"])]
+    follows = "minutes" if whole_epochs or stored.get("minutes") is None else "epochs"  # from the other
     for field in dataclasses.fields(Settings):
         name, value = field.name, stored.get(field.name, defaults[field.name])
-        if name in ("n_clusters", "minutes") or value == defaults[name]:  # the epochs are what the minutes gave
+        if name in ("n_clusters", follows) or value == defaults[name]:
             continue
         flag = name.replace("_", "-")
         if isinstance(value, bool):
