@@ -2,12 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from semclust import augment, open_images
+from semclust import augment
 from semclust.errors import InputError
 
 STRONG = [augment.strong_natural, augment.strong_drawn]
@@ -435,69 +434,12 @@ def test_weak_and_strong_views_follow_the_family():
     assert augment.weak_and_strong("none") == (augment.none, augment.cut_out)
 
 
-# ---- the family --------------------------------------------------------------------------------------
-
-
-def test_digits_are_drawings_and_photographs_are_not():
-    digits = open_images("digits").pixels
-    assert augment.are_drawings(digits) and augment.are_drawings(digits[:200])
-    shoe_or_shirt = np.random.default_rng(0).integers(0, 2, 1797) == 1  # among them as many mirrored ones
-    assert not augment.are_drawings(np.where(shoe_or_shirt[:, None, None, None], digits[:, :, ::-1], digits))
-    noise = np.random.default_rng(0).integers(0, 256, (300, 12, 20, 1), dtype=np.uint8)
-    assert not augment.are_drawings(noise)
-
-
-@pytest.mark.parametrize("n", [2, 4, 5000])
-def test_images_that_are_all_alike_are_no_drawings(n):
-    assert not augment.are_drawings(np.full((n, 5, 70, 1), 7, np.uint8))
-
-
-@pytest.mark.parametrize("channels", [1, 3, 4])
-def test_grey_may_be_stored_as_red_green_and_blue(channels):
-    digits = open_images("digits").pixels.repeat(channels, axis=3)
-    if channels == 4:
-        digits[..., 3] = 255
-    assert augment.are_grey(digits) and augment.choose_family("auto", digits) == "strokes"
-    assert not augment.are_grey(np.random.default_rng(0).integers(0, 256, (5, 4, 4, 3), np.uint8))
-
-
-def test_copies_do_not_hide_that_images_are_drawings():
-    digits = open_images("digits").pixels[:400]
-    assert augment.are_drawings(np.concatenate([digits, digits]))
-
-
-def test_photographs_of_which_there_are_copies_are_no_drawings():
-    """As of a burst, or of a film."""
-    rng = np.random.default_rng(0)
-    coarse = torch.from_numpy(rng.normal(size=(300, 1, 4, 4)))
-    smooth = torch.nn.functional.interpolate(coarse, (16, 16), mode="bicubic").numpy()
-    pixels = (127 + 50 * smooth).clip(0, 255).astype(np.uint8).transpose(0, 2, 3, 1)
-    near_copies = (pixels + rng.integers(0, 3, pixels.shape)).clip(0, 255).astype(np.uint8)
-    assert not augment.are_drawings(pixels)
-    assert not augment.are_drawings(np.concatenate([pixels, pixels]))
-    assert not augment.are_drawings(np.concatenate([pixels, near_copies]))
-
-
-def test_large_images_are_looked_at_in_parts(monkeypatch):
-    pooled = []
-    pool = torch.nn.functional.adaptive_avg_pool2d
-    monkeypatch.setattr(augment.F, "adaptive_avg_pool2d", lambda x, size: pooled.append(len(x)) or pool(x, size))
-    augment.are_drawings(np.zeros((150, 40, 30, 1), np.uint8))
-    assert pooled == [64, 64, 22]
+# ---- by the settings ---------------------------------------------------------------------------------
 
 
 def test_a_family_that_nobody_decided_on_is_told():
     with pytest.raises(InputError, match="augment='auto': expected what it was decided to be"):
         augment.view_size("auto", (8, 8, 1))
-
-
-def test_colours_are_of_photographs_whatever_they_show():
-    digits = open_images("digits").pixels
-    assert augment.choose_family("auto", digits) == "strokes"
-    in_red = digits * np.array([1, 0, 0], np.uint8)
-    assert augment.choose_family("auto", in_red) == "natural"
-    assert augment.choose_family("none", digits) == "none"
-    assert augment.choose_family(torch.flip, digits) == "strokes"
 
 
 def test_a_users_own_view_is_taken_for_the_usual_change():

@@ -19,10 +19,6 @@ from semclust.errors import InputError
 
 Augmentation = Callable[[Tensor], Tensor]
 
-# Drawings are told by so many mirror images among so many images of this size, and their distance to the nearest
-# hundredth of these: the median one of CIFAR-10 (grey) is 1.00 times as far from it as its image is, of Fashion-MNIST
-# 1.06, of letters in 22 fonts 1.27, of digits 1.37 (of 100 of them 1.2).
-MIRRORED, MIRRORED_AMONG, MIRRORED_SIZE, NEAR, UNLIKE = 1000, 4000, 16, 0.01, 1.15
 PEN_SIZE = 28  # px of an image, whose lines a pen makes up to one pixel thicker or thinner on either side
 BLUR_FROM = 64  # px; MoCo leaves blur out on smaller images, where it removes what there is to see
 # Luminance and two colour differences (the NTSC signal): turning the latter turns the hue.
@@ -241,40 +237,6 @@ WEAK_AND_STRONG: dict[str, tuple[RandomView, RandomView]] = {
     "strokes": (none, strong_drawn),
     "none": (none, cut_out),
 }
-
-
-def choose_family(augment: str | Augmentation, pixels: np.ndarray) -> str:
-    """The setting ``augment`` with auto resolved for images (N x H x W x c bytes). Of a user's own function, what auto
-    would have been."""
-    if not isinstance(augment, str) or augment == "auto":
-        return "strokes" if are_grey(pixels) and are_drawings(pixels) else "natural"
-    return augment
-
-
-def are_grey(pixels: np.ndarray) -> bool:
-    """Whether images (N x H x W x c bytes) have no colours, though they may be stored as red, green and blue."""
-    some = pixels[:: math.ceil(len(pixels) / 256), ..., :3]
-    return bool(np.ptp(some, axis=3).mean() < 1)  # of 255
-
-
-def are_drawings(pixels: np.ndarray) -> bool:
-    """Whether images (N x H x W x c bytes) are such as digits or glyphs, which mean something else when they are
-    mirrored, or nothing: most mirror images are then farther from all images than these are from each other. Those of
-    photographs lie among them."""
-    some = np.sort(np.random.default_rng(0).permutation(len(pixels))[:MIRRORED_AMONG])
-    size = (min(pixels.shape[1], MIRRORED_SIZE), min(pixels.shape[2], MIRRORED_SIZE))
-    parts = (torch.from_numpy(pixels[part]).permute(0, 3, 1, 2) for part in np.split(some, range(64, len(some), 64)))
-    x = torch.cat([F.adaptive_avg_pool2d(part.float(), size) for part in parts])
-    asked = torch.arange(0, len(x), math.ceil(len(x) / MIRRORED))
-    near = max(1, min(len(x) - 1, max(3, round(NEAR * len(x)))))  # not the very nearest, which may be a copy
-
-    def to_others(images: Tensor) -> Tensor:
-        """The distance of each to those near it, among the images that it is not, itself or mirrored."""
-        distance = torch.cdist(images.flatten(1), x.flatten(1))
-        return distance.scatter_(1, asked[:, None], math.inf).kthvalue(near, dim=1).values
-
-    apart = to_others(x[asked].flip(3)) > UNLIKE * to_others(x[asked])
-    return bool(apart.float().mean() > 0.5)
 
 
 def choose_augmentation(augment: str | Augmentation, crop_size: float = 1.0) -> Augmentation:

@@ -61,8 +61,8 @@ class Settings:
     only where images have several shapes, else their own; within 16 to 96."""
     augment: Augment = "auto"
     """Random views: natural (photographs), strokes (digits, glyphs, drawings), none; in Python also
-    a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images whose mirror images are unlike
-    them, natural otherwise."""
+    a callable on a batch (n x c x H x W, 0 to 1). auto: strokes for grey images of thin
+    lines, or whose mirror images are unlike them; natural otherwise."""
     crop_size: float = setting(0.75, low=0.1, high=1)
     """Side of the cropped views of photographs, as a share of the image's. A crop shows a part of the image: at this
     size about as large as it was, for little more than half of the work. 1 in the paper."""

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from semclust.augment import choose_family
 from semclust.config import Settings
 from semclust.devices import precision_on
 from semclust.distributed import Group
 from semclust.errors import InputError
+from semclust.families import choose_family
 
 EPOCHS = {"drawings": 80, "photographs": 600, "photographs without a GPU": 200}
 SHORT = 50  # epochs; runs that are longer have a lower learning rate
