@@ -136,3 +136,11 @@ def test_colours_are_of_photographs_whatever_they_show():
     assert families.choose_family("auto", in_red) == "natural"
     assert families.choose_family("none", digits) == "none"
     assert families.choose_family(torch.flip, digits) == "strokes"
+
+
+def test_images_that_may_not_be_written_are_looked_at_without_a_word(recwarn):
+    """As of a file that is mapped."""
+    digits = open_images("digits").pixels.copy()
+    digits.flags.writeable = False
+    assert families.choose_family("auto", digits) == "strokes"
+    assert not recwarn.list

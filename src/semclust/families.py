@@ -45,7 +45,7 @@ def are_drawings(pixels: np.ndarray) -> bool:
 
 def are_lines(pixels: np.ndarray) -> bool:
     """Whether most images are of two tones, and one of them in thin lines."""
-    some = torch.from_numpy(np.ascontiguousarray(pixels[:: math.ceil(len(pixels) / LINED), ..., 0]))
+    some = torch.from_numpy(pixels[:: math.ceil(len(pixels) / LINED), ..., 0].copy())  # it may be mapped
     parts = some.split(max(1, PIXELS_AT_ONCE // some[0].numel()))
     return bool(torch.cat([consist_of_lines(part) for part in parts]).float().mean() > 0.5)
 
