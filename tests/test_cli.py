@@ -522,8 +522,8 @@ def test_the_default_preset_changes_nothing():
 
 
 def test_values_reach_the_settings():
-    found = settings_of("--tasks", "cluster", "instance", "--sobel", "--no-online", "--batch-size", "None")
-    assert (found.tasks, found.sobel, found.online, found.batch_size) == (("cluster", "instance"), True, False, None)
+    found = settings_of("--tasks", "cluster", "instance", "--sees", "edges", "--no-online", "--batch-size", "None")
+    assert (found.tasks, found.sees, found.online, found.batch_size) == (("cluster", "instance"), "edges", False, None)
     found = settings_of("--contrast", "instance-memory", "--temperature", "0.5", "--image-size", "32")
     assert (found.contrast, found.temperature, found.image_size) == ("instance-memory", 0.5, 32)
     assert parse(["fit", "photos", "--n-clusters", "4"]).settings.n_clusters == 4

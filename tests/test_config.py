@@ -34,7 +34,7 @@ NAMES = [
     "backbone",
     "width",
     "max_pool",
-    "sobel",
+    "sees",
     "projection_dim",
     "projection_norm",
     "projection_per_task",
@@ -105,7 +105,7 @@ BAD = [
     *[("backbone", value) for value in ("vgg16", "", None, 18, "resnet50")],
     *[("width", value) for value in (0, -1, 1.5, "64")],
     *[("max_pool", value) for value in (1, 0, "yes", None)],
-    *[("sobel", value) for value in (1, "no")],
+    *[("sees", value) for value in (1, None, True, "sobel")],
     *[("projection_dim", value) for value in (1, 0, 2.5)],
     *[("projection_norm", value) for value in (1, None)],
     *[("projection_per_task", value) for value in (1, "")],
@@ -314,7 +314,7 @@ def test_paper_preset_holds_the_values_of_the_paper():
     assert {name: chosen.get(name) for name in additions} == dict.fromkeys(additions, 0)
     whole = Settings(**chosen)
     check(whole)
-    assert whole.cross_cluster and whole.online and whole.hard_samples and not whole.sobel
+    assert whole.cross_cluster and whole.online and whole.hard_samples and whole.sees == "colours"
 
 
 def test_default_preset_changes_nothing():

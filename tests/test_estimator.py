@@ -352,7 +352,11 @@ def test_a_saved_model_predicts_the_same(fitted, saved):
     np.testing.assert_array_equal(loaded.predict_proba(new), fitted.predict_proba(new))
     np.testing.assert_array_equal(loaded.transform(new), fitted.transform(new))
     np.testing.assert_array_equal(loaded.predict(new), fitted.predict(new))
-    auto = {"augment": "strokes", "precision": precision_on(torch.device("cpu"), "auto")}  # what it was here
+    auto = {
+        "augment": "strokes",
+        "sees": "colours",
+        "precision": precision_on(torch.device("cpu"), "auto"),
+    }  # what it was here
     assert loaded.get_params() == fitted.get_params() | auto
 
 
@@ -361,7 +365,7 @@ def test_a_saved_model_predicts_the_same(fitted, saved):
     [
         dict(classifier_input="pooled"),
         dict(projection_per_task=True),
-        dict(sobel=True),
+        dict(sees="edges"),
         dict(max_pool=True),
         dict(projection_norm=False),
         dict(batch_norm_groups=2),

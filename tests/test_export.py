@@ -32,10 +32,10 @@ def predictor():
 @pytest.mark.parametrize(
     "channels, changes",
     [
-        (3, dict(backbone="resnet18", width=2, sobel=True, batch_norm_groups=2)),
+        (3, dict(backbone="resnet18", width=2, sees="edges", batch_norm_groups=2)),
         (1, dict(backbone="resnet10", width=2, max_pool=True, classifier_input="pooled", projection_norm=False)),
     ],
-    ids=["colour, sobel, grouped norm", "grey, pool, pooled classifier"],
+    ids=["colour, edges, grouped norm", "grey, pool, pooled classifier"],
 )
 def test_networks_of_every_kind(channels, changes, tmp_path):
     predictor = fitted(channels, **changes)

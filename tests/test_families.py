@@ -46,6 +46,20 @@ def test_thin_lines_are_drawings_though_they_are_like_their_mirror_images(invert
     assert not families.are_lines(drawn_on_noise)
 
 
+def in_inks(images: np.ndarray) -> np.ndarray:
+    """The same in as many colours on white."""
+    share = images / 255
+    inks = np.random.default_rng(2).integers(0, 200, (len(images), 1, 1, 3))
+    return (share * inks + (1 - share) * 255).round().astype(np.uint8)
+
+
+def test_lines_are_drawings_in_colours_too():
+    glyphs, blobs = (in_inks(drawn(np.random.default_rng(0), 300, draw)) for draw in (lines, discs))
+    assert not families.are_grey(glyphs)
+    assert families.choose_family("auto", glyphs) == "strokes"
+    assert families.choose_family("auto", blobs) == "natural"
+
+
 def test_two_tones_are_those_of_the_best_threshold():
     x = torch.randint(0, 256, (5, 6, 7), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     x[1], x[2] = 9, torch.where(x[2] > 99, 255, 0)

@@ -546,16 +546,16 @@ def test_phases():
 def test_every_setting_is_described():
     assert list(descriptions()) == [field.name for field in dataclasses.fields(Settings)]
     assert descriptions()["temperature"] == "Temperature tau of all similarities."
-    table = settings_table(to_json(Settings(n_clusters=7, momentum=0.5, sobel=True)))
+    table = settings_table(to_json(Settings(n_clusters=7, momentum=0.5, sees="edges")))
     changed = {row["name"]: (row["value"], row["default"]) for row in table if row["changed"]}
-    assert changed == {"n_clusters": ("7", "10"), "momentum": ("0.5", "automatic"), "sobel": ("yes", "no")}
+    assert changed == {"n_clusters": ("7", "10"), "momentum": ("0.5", "automatic"), "sees": ("edges", "auto")}
 
 
 @pytest.mark.parametrize(
     "settings",
     [
         Settings(n_clusters=3),
-        Settings(n_clusters=3, tasks=("cluster", "under"), sobel=True, online=False, momentum=0.9, contrast="simclr"),
+        Settings(n_clusters=3, tasks=("cluster", "under"), sees="edges", online=False, momentum=0.9, contrast="simclr"),
     ],
 )
 def test_the_command_repeats_the_settings(settings):

@@ -233,6 +233,25 @@ def test_what_follows_from_the_images_is_decided_once(augment, pixels, family):
     assert decided(found, pixels[::-1, :, ::-1], torch.device("cpu")) is found
 
 
+def test_drawings_in_colours_are_seen_by_their_edges():
+    cpu = torch.device("cpu")
+    in_black = np.full((60, 12, 12, 3), 255, np.uint8)
+    in_black[np.arange(60), :, np.arange(60) % 12] = 0  # a line in each
+    in_red = in_black.copy()
+    in_red[..., 0] = 255
+    photographs = np.random.default_rng(0).integers(0, 256, in_red.shape, np.uint8)
+
+    def sees(pixels: np.ndarray, **changes) -> str:
+        found = decided(tiny(**dict(backbone="auto") | changes), pixels, cpu)
+        assert decided(found, photographs, cpu) is found  # once for all
+        return found.sees
+
+    assert [sees(pixels) for pixels in (in_red, in_black, photographs)] == ["edges", "colours", "colours"]
+    assert sees(in_red, sees="colours") == "colours" and sees(photographs, sees="edges") == "edges"
+    assert sees(photographs, augment="strokes") == "edges" and sees(in_red, augment="natural") == "colours"
+    assert sees(in_red, backbone=TinyBackbone(3)) == "colours"  # a user's own network has its channels
+
+
 @pytest.mark.parametrize(
     "side, on_gpu", [((4, 4), 16), ((16, 16), 16), ((20, 20), 24), ((28, 28), 48), ((96, 28), 48), ((32, 40), 64)]
 )
@@ -462,7 +481,7 @@ def test_a_run_interrupted_in_every_phase_ends_in_the_same_bytes(tmp_path, monke
     "changes",
     [
         dict(projection_per_task=True, contrast="instance-memory", classifier_input="pooled"),
-        dict(batch_norm_groups=2, sobel=True, task_sum="sum", online=False, backbone=TinyBackbone(2)),
+        dict(batch_norm_groups=2, sees="edges", task_sum="sum", online=False, backbone=TinyBackbone(2)),
         dict(tasks=("instance",)),
         dict(backbone="resnet18", width=2, batch_size=24),
         dict(backbone="resnet18", width=8, batch_size=24, precision="auto"),
@@ -1069,8 +1088,8 @@ def test_instance_contrast_alone_gives_the_k_means_of_its_features():
         dict(projection_norm=False),
         dict(batch_norm_groups=2),
         dict(batch_norm_groups=2, contrast="simclr"),
-        dict(sobel=True, backbone=TinyBackbone(2)),
-        dict(sobel=True, backbone="resnet18", width=2),
+        dict(sees="edges", backbone=TinyBackbone(2)),
+        dict(sees="edges", backbone="resnet18", width=2),
         dict(max_pool=True, backbone="resnet18", width=2),
         dict(task_sum="sum"),
         dict(assign_by="query"),

@@ -76,8 +76,9 @@ class Settings:
     elsewhere 16, for more epochs in the same time."""
     max_pool: bool = False
     """Halve the resolution after the stem, as IIC and PICA do."""
-    sobel: bool = False
-    """Feed the network edges in place of colours, as PICA does."""
+    sees: Literal["auto", "colours", "edges"] = "auto"
+    """What the network sees of an image: its colours (or shades of grey), or its edges alone, by Sobel's filters, as
+    PICA feeds them. auto: the edges of drawings in colours, which would be grouped by colour; else colours."""
     projection_dim: int = setting(128, low=2, high=65_536)
     """Dimension d of a representation q."""
     projection_norm: bool = True

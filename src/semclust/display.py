@@ -42,6 +42,7 @@ class Display(Watcher):
             f"on {training.device}: {backbone}, {n_weights / 1e6:.1f} M weights, "
             f"{plural(settings.n_epochs, 'epoch')} of batches of {training.batch_size}, "
             f"{VIEWS[settings.augment] if isinstance(settings.augment, str) else 'views of your own'}"
+            f"{', of which the network sees the edges' if settings.sees == 'edges' else ''}"
         )
         if why := why_a_try(settings, training.n_images):
             self.console.print(f"a try only: {why}", soft_wrap=True)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from semclust.augment import Augmentation
+from semclust.augment import LUMINANCE, Augmentation
 
 # Of so many mirror images the distance is taken to the nearest hundredth of so many images, all of this size: that of
 # the median one of CIFAR-10 (grey) is 1.00 times that of its image, of Fashion-MNIST 1.07, of the capitals A to Z 1.08,
@@ -27,7 +27,7 @@ def choose_family(augment: str | Augmentation, pixels: np.ndarray) -> str:
     """The setting ``augment`` with auto resolved for images (N x H x W x c bytes). Of a user's own function, what auto
     would have been."""
     if not isinstance(augment, str) or augment == "auto":
-        return "strokes" if are_grey(pixels) and are_drawings(pixels) else "natural"
+        return "strokes" if are_drawings(pixels) else "natural"
     return augment
 
 
@@ -38,16 +38,22 @@ def are_grey(pixels: np.ndarray) -> bool:
 
 
 def are_drawings(pixels: np.ndarray) -> bool:
-    """Whether grey images (N x H x W x c bytes) are such as digits or glyphs. Most consist of thin lines, or mean
-    something else when they are mirrored; of an alphabet, half the letters are much like their mirror images."""
-    return are_lines(pixels) or are_one_sided(pixels)
+    """Whether images (N x H x W x c bytes) are such as digits or glyphs: most consist of thin lines, or they are grey
+    and mean something else when they are mirrored. Of an alphabet, half the letters are like their mirror images."""
+    return are_lines(pixels) or (are_grey(pixels) and are_one_sided(pixels))
 
 
 def are_lines(pixels: np.ndarray) -> bool:
     """Whether most images are of two tones, and one of them in thin lines."""
-    some = torch.from_numpy(pixels[:: math.ceil(len(pixels) / LINED), ..., 0].copy())  # it may be mapped
-    parts = some.split(max(1, PIXELS_AT_ONCE // some[0].numel()))
-    return bool(torch.cat([consist_of_lines(part) for part in parts]).float().mean() > 0.5)
+    some = torch.arange(0, len(pixels), math.ceil(len(pixels) / LINED))
+    parts = some.split(max(1, PIXELS_AT_ONCE // pixels[0].size))
+    of_lines = [consist_of_lines(shades(torch.from_numpy(pixels[part.numpy()]))) for part in parts]
+    return bool(torch.cat(of_lines).float().mean() > 0.5)
+
+
+def shades(x: Tensor) -> Tensor:
+    """Images without their colours: N x H x W bytes of N x H x W x c."""
+    return (x[..., :3].float() @ torch.tensor(LUMINANCE)).round().byte() if x.shape[3] >= 3 else x[..., 0]
 
 
 def consist_of_lines(x: Tensor) -> Tensor:

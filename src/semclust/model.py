@@ -89,7 +89,7 @@ def build_encoder(
     """f_theta for images of shape (H, W, c), and the dimension D of its pooled feature."""
     size = view_size(settings.augment, image_shape, crop_size_in(settings, settings.n_epochs - 1))
     views = view_size(settings.augment, image_shape, settings.crop_size)
-    how = settings.width, settings.max_pool, settings.sobel
+    how = settings.width, settings.max_pool, settings.sees == "edges"
     backbone, n_features = build_backbone(settings.backbone, image_shape, *how)
     if isinstance(settings.backbone, nn.Module) and views != image_shape[:2]:
         try:
@@ -106,7 +106,7 @@ def build_encoder(
         projections,
         settings.projection_dim,
         settings.projection_norm,
-        settings.sobel,
+        settings.sees == "edges",
         view_size=size,
     )
     return encoder, n_features

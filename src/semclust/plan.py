@@ -11,7 +11,7 @@ from semclust.config import Settings
 from semclust.devices import precision_on
 from semclust.distributed import Group
 from semclust.errors import InputError
-from semclust.families import choose_family
+from semclust.families import are_grey, choose_family
 
 EPOCHS = {"drawings": 80, "photographs": 600, "photographs without a GPU": 200}
 SHORT = 50  # epochs; runs that are longer have a lower learning rate
@@ -132,7 +132,7 @@ def plan_phase(settings: Settings, plans: Mapping[str, TaskPlan], epoch: int) ->
 
 def decided(settings: Settings, pixels: np.ndarray, device: torch.device) -> Settings:
     """The same settings for these images (N x H x W x c bytes), with all that follows from their kind and the device:
-    the family of views, the precision and, where none are given, the width of the network and the number of epochs.
+    the family of views, what the network sees, the precision and, where none are given, its width and the epochs.
     Without an NVIDIA or AMD GPU nobody would wait for as much as photographs need; there, a narrow network for many
     epochs learns more in the same time than a wide one for few."""
     if settings.precision == "auto":
@@ -141,11 +141,15 @@ def decided(settings: Settings, pixels: np.ndarray, device: torch.device) -> Set
         settings = replace(settings, precision=precision_on(device, "auto", sound))
     if settings.width is None and isinstance(settings.backbone, str):
         settings = replace(settings, width=usual_width(pixels.shape[1:3], device))
-    if settings.epochs is not None and settings.augment != "auto":
+    if settings.epochs is not None and settings.augment != "auto" and settings.sees != "auto":
         return settings
     family = choose_family(settings.augment, pixels)
     if settings.augment == "auto":
         settings = replace(settings, augment=family)
+    if settings.sees == "auto":
+        # A user's own network takes as many channels as the images have.
+        in_colours = family == "strokes" and isinstance(settings.backbone, str) and not are_grey(pixels)
+        settings = replace(settings, sees="edges" if in_colours else "colours")
     if settings.epochs is not None:
         return settings
     kind = "photographs" if family == "natural" else "drawings"

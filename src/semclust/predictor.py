@@ -141,8 +141,9 @@ class Predictor:
             settings = Settings(**from_json(about["settings"]))
             check(replace(settings, backbone="auto", augment="auto"))  # either may stand for the user's own
             of_own_width = not isinstance(settings.backbone, str) or is_own_code(settings.backbone)
-            if settings.epochs is None or settings.augment == "auto" or (settings.width is None and not of_own_width):
-                raise ValueError("settings that were never decided on: epochs, augment or width")
+            undecided = settings.epochs is None or settings.augment == "auto" or settings.sees == "auto"
+            if undecided or (settings.width is None and not of_own_width):
+                raise ValueError("settings that were never decided on: epochs, augment, sees or width")
             H, W, c = map(int, about["image_shape"])
             low, high = map(float, about["value_range"])
             if min(H, W, c) < 1 or max(H, W) > LARGEST or c > 4:
